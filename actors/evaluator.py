@@ -1,0 +1,94 @@
+"""Speculative decoding of prompts in a Ray process, beside plain decoding of the same prompts by the same target."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from dspark.config import EvaluateSettings, TargetSettings
+from dspark.decoding.engine import Engine, Generation, Request, Sampling
+from dspark.errors import InputError
+from dspark.evaluation.metrics import PromptResult
+from dspark.model.checkpoints import load_drafter
+from dspark.target import DTYPES, load_target
+
+
+@dataclass(frozen=True)
+class EvaluationTask:
+    """What every evaluator needs: target, drafter folder, settings, and the longest prompt plus answer, in tokens."""
+
+    target: TargetSettings
+    drafter: Path
+    evaluate: EvaluateSettings
+    max_length: int
+    seed: int
+
+
+class EvaluatorActor:
+    """One target and one drafter on one device; each call decodes one batch of prompts twice."""
+
+    def __init__(self, task: EvaluationTask) -> None:
+        torch.set_num_threads(task.evaluate.threads)
+        self.task = task
+        self.target = load_target(task.target.model_copy(update={"dtype": task.evaluate.dtype}))
+        loaded = load_drafter(task.drafter, self.target.device, DTYPES[task.evaluate.dtype])
+        if loaded.config.vocab != self.target.vocab_size or loaded.config.hidden != self.target.hidden:
+            raise InputError(
+                f"drafter {task.drafter} has vocabulary {loaded.config.vocab} and width {loaded.config.hidden}, target "
+                f"{task.target.model} has {self.target.vocab_size} and {self.target.hidden}: they do not belong together"
+            )
+        batch = task.evaluate.batch
+        self.plain = Engine(self.target, None, batch, task.max_length)
+        self.speculative = Engine(self.target, loaded.drafter, batch, task.max_length)
+        for engine in (self.plain, self.speculative):
+            engine.generate([Request("warm-up", (1, 2, 3), 4, Sampling())])
+
+    def __call__(self, prompts: pa.Table) -> pa.Table:
+        rows: list[dict[str, Any]] = prompts.to_pylist()
+        requests = [
+            Request(
+                row["id"],
+                tuple(row["ids"]),
+                self.task.evaluate.max_new_tokens,
+                Sampling(temperature=row["temperature"], seed=self.task.seed),
+            )
+            for row in rows
+        ]
+        before = asdict(self.speculative.seconds)
+        plain, plain_seconds = _timed(lambda: self.plain.generate(requests))
+        drafted, drafted_seconds = _timed(lambda: self.speculative.generate(requests))
+        spent = {name: (value - before[name]) / len(rows) for name, value in asdict(self.speculative.seconds).items()}
+        results = [
+            PromptResult(
+                id=row["id"],
+                domain=row["domain"],
+                temperature=row["temperature"],
+                prompt_tokens=len(row["ids"]),
+                tokens=list(speculative.tokens),
+                drafted=list(speculative.drafted),
+                finish=speculative.finish,
+                rounds=[asdict(one) for one in speculative.rounds],
+                plain_tokens=list(reference.tokens),
+                identical=speculative.tokens == reference.tokens,
+                plain_seconds=plain_seconds / len(rows),
+                speculative_seconds=drafted_seconds / len(rows),
+                seconds=spent,
+                text=self._text(speculative),
+                prompt=row["prompt"],
+            )
+            for row, reference, speculative in zip(rows, plain, drafted, strict=True)
+        ]
+        return pa.table({"result": [json.dumps(asdict(result)) for result in results]})
+
+    def _text(self, generation: Generation) -> str:
+        return str(self.target.tokenizer.decode(list(generation.tokens), skip_special_tokens=True))
+
+
+def _timed(work: Callable[[], list[Generation]]) -> tuple[list[Generation], float]:
+    since = time.perf_counter()
+    return work(), time.perf_counter() - since

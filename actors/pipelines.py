@@ -1,0 +1,70 @@
+"""Flows between actors, built from Ray Data: what runs where, in which order, bounded by what.
+
+    plan -> windows of rows -> target actors -> captured blocks, one per rank and step -> trainer ranks in plan order
+    prompts -> evaluator actors -> results
+
+Waits for: the oldest window. Bounded by: `targets.in_flight_mb` of the object store. A dead actor: Ray Data restarts it
+and repeats its window.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import ray
+from ray.data import ActorPoolStrategy, Dataset, ExecutionOptions, ExecutionResources
+
+from actors.target import TargetActor
+from dspark.config import Settings
+from dspark.data.captures import Origin
+from dspark.data.plan import Plan, windows
+
+
+def captured_steps(settings: Settings, plan: Plan, origin: Origin, rows: Any, first_step: int) -> Dataset:
+    """Captured tables of the plan from the window that holds `first_step` on, cut so that each block is one rank's
+    share of one optimizer step; `streaming_split` deals them round robin because all have equally many rows.
+
+    `rows` is a reference to the table of token rows, in a list so that Ray passes it on unresolved.
+    """
+    train, pool = settings.train, settings.targets
+    share = train.global_batch // train.workers
+    blocks = [
+        pa.table({"row": [plan.order[position] for position in window]})
+        for window in windows(plan, pool.window_rows, first_step * plan.global_batch)
+    ]
+    return (
+        ray.data.from_arrow(blocks)
+        .map_batches(
+            TargetActor,
+            fn_constructor_args=(settings.target, pool, origin, rows),
+            batch_size=None,
+            batch_format="pyarrow",
+            compute=ActorPoolStrategy(min_size=pool.actors, max_size=pool.max_actors or pool.actors),
+            num_cpus=pool.cpus,
+            num_gpus=pool.gpus,
+        )
+        .repartition(target_num_rows_per_block=share)
+    )
+
+
+def capture_options(settings: Settings) -> ExecutionOptions:
+    """Plan order whatever actor is faster, and bounded bytes between targets and trainers."""
+    return ExecutionOptions(
+        preserve_order=True,
+        resource_limits=ExecutionResources(object_store_memory=settings.targets.in_flight_mb * 2**20),
+    )
+
+
+def evaluated(actor: type, arguments: tuple[Any, ...], batches: Sequence[pa.Table], settings: Settings) -> Iterator[Any]:
+    """Rows that evaluator actors return for batches of prompts, in the order in which they finish."""
+    pool = settings.evaluate
+    results = ray.data.from_arrow(list(batches)).map_batches(
+        actor,
+        fn_constructor_args=arguments,
+        batch_size=None,
+        batch_format="pyarrow",
+        compute=ActorPoolStrategy(size=min(pool.actors, len(batches))),
+        num_cpus=pool.cpus,
+        num_gpus=pool.gpus,
+    )
+    return iter(results.iter_rows())

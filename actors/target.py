@@ -1,0 +1,28 @@
+"""The target in a Ray process: windows of plan rows in, captured tables out."""
+
+from typing import Any
+
+import pyarrow as pa
+import ray
+import torch
+
+from dspark.capture import capture, prove_capture
+from dspark.config import TargetPoolSettings, TargetSettings
+from dspark.data.captures import Origin
+from dspark.data.rows import sample_at
+from dspark.target import load_target
+
+
+class TargetActor:
+    """One target on one device. `rows` is the table of all token rows, shared through the object store."""
+
+    def __init__(self, target: TargetSettings, pool: TargetPoolSettings, origin: Origin, rows: Any) -> None:
+        torch.set_num_threads(pool.threads)
+        self.target = load_target(target)
+        self.origin, self.batch_tokens = origin, pool.batch_tokens
+        self.rows: pa.Table = ray.get(rows[0])
+        prove_capture(self.target, sample_at(self.rows, 0), origin.taps)
+
+    def __call__(self, window: pa.Table) -> pa.Table:
+        samples = [sample_at(self.rows, row) for row in window.column("row").to_pylist()]
+        return capture(self.target, samples, self.origin, self.batch_tokens)

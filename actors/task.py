@@ -1,0 +1,56 @@
+"""What a training run is, as one small value that travels to every rank."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from dspark.config import Settings, dotted
+from dspark.data.captures import Origin
+from dspark.data.plan import Plan
+from dspark.model.config import DraftConfig
+
+
+@dataclass(frozen=True)
+class TrainTask:
+    """Settings, architecture, plan and data identity of one run."""
+
+    settings: Settings
+    draft: DraftConfig
+    plan: Plan
+    sample_ids: tuple[str, ...]
+    origin: Origin
+    records: Any  # ray.util.queue.Queue, filled by rank 0 with one dict per logged step
+
+    @property
+    def share(self) -> int:
+        """Rows per rank and optimizer step."""
+        return self.plan.global_batch // self.settings.train.workers
+
+    def positions(self, step: int, rank: int) -> range:
+        """Plan positions of a rank's rows of a step: equal blocks are dealt to the ranks in turn."""
+        first = step * self.plan.global_batch + rank * self.share
+        return range(first, first + self.share)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What a run must have in common with the checkpoint that it continues, by dotted key."""
+        settings = self.settings
+        sections = {
+            "seed": settings.seed,
+            "plan": self.plan.identity,
+            "data": hashlib.sha256("\n".join(self.sample_ids).encode()).hexdigest()[:32],
+            "target": {"fingerprint": self.origin.fingerprint, "dtype": self.origin.dtype},
+            "targets": settings.targets.model_dump(mode="json", include={"batch_tokens", "window_rows"}),
+            "drafter": settings.drafter.model_dump(mode="json"),
+            "loss": settings.loss.model_dump(mode="json"),
+            "train": settings.train.model_dump(mode="json", include=_TRAIN_KEYS),
+        }
+        return dotted(sections)
+
+
+_TRAIN_KEYS = {
+    "workers", "zero_stage", "precision", "global_batch", "micro_batch", "anchors", "lr", "warmup", "betas",
+    "weight_decay", "clip",
+}  # fmt: skip
+

@@ -1,0 +1,90 @@
+"""MLflow: one run per experiment, written by the driver alone, and the registry of drafters."""
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+
+from dspark.config import TrackingSettings
+
+_METRICS_PER_CALL, _PARAMS_PER_CALL, _LONGEST_PARAM = 1000, 100, 500
+
+
+def default_uri(output: Path) -> str:
+    """The SQLite store that is used when no tracking URI is set: a file in the output folder."""
+    return f"sqlite:///{(output.resolve() / 'mlflow.db')}"
+
+
+class Tracker:
+    """The MLflow run of one experiment; as a context manager it ends the run with the right state, whatever happens."""
+
+    def __init__(self, settings: TrackingSettings, output: Path, run_name: str, run_id: str | None = None) -> None:
+        self.uri = settings.uri or default_uri(output)
+        self.client = MlflowClient(tracking_uri=self.uri)
+        if run_id is None:
+            run_id = self.client.create_run(self._experiment(settings, output), run_name=run_name).info.run_id
+        else:
+            self.client.update_run(run_id, status="RUNNING")
+        self.run_id: str = run_id
+
+    def _experiment(self, settings: TrackingSettings, output: Path) -> str:
+        found = self.client.get_experiment_by_name(settings.experiment)
+        if found is not None:
+            return str(found.experiment_id)
+        # Without a server MLflow would put artifacts under the working directory of whoever started first.
+        artifacts = None if settings.uri else (output.resolve() / "mlartifacts").as_uri()
+        return str(self.client.create_experiment(settings.experiment, artifact_location=artifacts))
+
+    def __enter__(self) -> "Tracker":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        state = "FINISHED" if kind is None else "KILLED" if interrupted else "FAILED"
+        self.client.set_terminated(self.run_id, status=state)
+
+    def params(self, values: Mapping[str, Any]) -> None:
+        """Logs settings by dotted name; long ones are cut, since the whole settings are an artifact."""
+        params = [Param(name, str(value)[:_LONGEST_PARAM]) for name, value in values.items()]
+        for at in range(0, len(params), _PARAMS_PER_CALL):
+            self.client.log_batch(self.run_id, params=params[at : at + _PARAMS_PER_CALL])
+
+    def records(self, records: Iterable[Mapping[str, float]]) -> None:
+        """Logs per-step records (each with its `step`) in batches; numbers that are not finite are left out."""
+        now = int(time.time() * 1000)
+        metrics = [
+            Metric(name, float(value), now, int(record["step"]))
+            for record in records
+            for name, value in record.items()
+            if name != "step" and abs(value) < float("inf")
+        ]
+        for at in range(0, len(metrics), _METRICS_PER_CALL):
+            self.client.log_batch(self.run_id, metrics=metrics[at : at + _METRICS_PER_CALL])
+
+    def tags(self, values: Mapping[str, str]) -> None:
+        """Sets tags of the run."""
+        self.client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in values.items()])
+
+    def artifact(self, path: Path, place: str | None = None) -> None:
+        """Copies a file, or a folder's content, into the run's artifacts under `place`."""
+        log = self.client.log_artifacts if path.is_dir() else self.client.log_artifact
+        log(self.run_id, str(path), place)
+
+    def register(self, name: str, folder: Path, tags: Mapping[str, str]) -> int:
+        """Registers a drafter folder as the next version of a model; returns the version's number."""
+        self.artifact(folder, "drafter")
+        try:
+            self.client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        source = f"{self.client.get_run(self.run_id).info.artifact_uri}/drafter"
+        version = self.client.create_model_version(name, source=source, run_id=self.run_id, tags=dict(tags))
+        return int(version.version)

@@ -1,0 +1,169 @@
+"""One trainer rank inside a Ray Train worker.
+
+    captured block (this rank's share of a step) -> anchors and blocks -> one all-reduce of the weights
+      -> micro-batches: forward, backward -> optimizer step -> every `log_every`: one all-reduce of metrics, one record
+
+Every rank makes the same calls in the same order, whatever its rows hold (`dspark.training.share`).
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import deepspeed
+import pyarrow as pa
+import ray.train
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from actors.checkpoints import restore, save
+from actors.task import TrainTask
+from actors.zero import backward_scale, make_engine
+from dspark.config import Settings
+from dspark.data.captures import origin_of
+from dspark.data.plan import windows
+from dspark.errors import InputError
+from dspark.model.drafter import new_drafter
+from dspark.model.vocabulary import Vocabulary
+from dspark.target import DTYPES, default_device, load_vocabulary
+from dspark.training.means import Means, add_means, stack_means, values_of
+from dspark.training.objective import DraftObjective
+from dspark.training.share import Share, make_share
+
+
+@dataclass
+class Clock:
+    """This rank's seconds by phase, and tokens, since the last record."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+    tokens: int = 0
+    steps: int = 0
+
+    def restart(self) -> None:
+        """Begins a new record."""
+        self.seconds.clear()
+        self.started, self.tokens, self.steps = time.perf_counter(), 0, 0
+
+    def lap(self, phase: str, since: float) -> float:
+        """Books the time since `since` on a phase and returns now."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - since
+        return now
+
+
+def train_rank(task: TrainTask) -> None:
+    """What a Ray Train worker runs. An error that a restart cannot mend ends the run instead of being raised: every rank
+    meets it at the same place, and rank 0 tells the driver."""
+    try:
+        train(task)
+    except InputError as error:
+        if dist.get_rank() == 0:
+            task.records.put({"error": str(error)})
+
+
+def train(task: TrainTask) -> None:
+    """Trains from the newest checkpoint of this Ray Train run, or from the start, to the end of the plan."""
+    settings = task.settings.train
+    torch.set_num_threads(settings.threads)
+    device = default_device()
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
+    objective = DraftObjective(new_drafter(task.draft, task.settings.seed), task.settings.loss)
+    engine = make_engine(objective, settings, task.plan.steps)
+    vocabulary = load_vocabulary(task.settings.target, device, DTYPES[settings.precision])
+    start = restore(engine, task)
+
+    clock, means = Clock(), list[Means]()
+    for step, table in captured_shares(task, start, clock):
+        since = time.perf_counter()
+        share = make_share(table, task.positions(step, dist.get_rank()), task.plan, task.draft, task.settings, device)
+        clock.lap("collate", since)
+        means += [share.counts, *optimizer_step(engine, task.settings, vocabulary, share, clock)]
+        done, last = step + 1, step + 1 == task.plan.steps
+        if done % settings.log_every == 0 or last:
+            record(engine, task, done, means, clock)
+            clock.restart()
+            means = []
+        if done % settings.checkpoint_every == 0 or last:
+            save(engine, task, done)
+
+
+def captured_shares(task: TrainTask, start: int, clock: Clock) -> Iterator[tuple[int, pa.Table]]:
+    """(step, this rank's rows) from `start` on; earlier steps of the first window were captured for its bits only."""
+    plan = task.plan
+    remaining = windows(plan, task.settings.targets.window_rows, start * plan.global_batch)
+    first = remaining[0].start // plan.global_batch if remaining else plan.steps
+    stream = ray.train.get_dataset_shard("steps")
+    tables = iter(stream.iter_batches(batch_size=task.share, batch_format="pyarrow", prefetch_batches=1))
+    for step in range(first, plan.steps):
+        since = time.perf_counter()
+        table = next(tables, None)
+        clock.lap("waiting", since)
+        if table is None:
+            raise RuntimeError(f"the stream of captured rows ended at step {step} of {plan.steps}")
+        if step >= start:
+            _check_rows(task, step, table)
+            yield step, table
+
+
+def _check_rows(task: TrainTask, step: int, table: pa.Table) -> None:
+    origin_of(table.schema).check_fits(task.origin, "the stream of captured rows")
+    planned = [task.sample_ids[task.plan.order[position]] for position in task.positions(step, dist.get_rank())]
+    received = table.column("sample_id").to_pylist()
+    if received != planned:
+        raise RuntimeError(f"step {step} received rows {received}, the plan has {planned}: the stream lost its order")
+
+
+def optimizer_step(
+    engine: DeepSpeedEngine, settings: Settings, vocabulary: Vocabulary, share: Share, clock: Clock
+) -> list[Means]:
+    """All micro-batches of one step and the update. Returns this rank's metrics, not yet reduced."""
+    denominators = share.weights.clone()
+    dist.all_reduce(denominators)
+    if settings.loss.denominator == "global":
+        denominators = denominators.sum().expand_as(denominators)
+    means = []
+    for batch, blocks, denominator in zip(share.batches, share.blocks, denominators, strict=True):
+        since = time.perf_counter()
+        objective = engine(vocabulary, batch, blocks, denominator)
+        since = clock.lap("forward", since)
+        engine.backward(objective.loss * backward_scale(settings))
+        since = clock.lap("backward", since)
+        engine.step()
+        clock.lap("step", since)
+        means.append(objective.means)
+    clock.tokens += share.tokens
+    clock.steps += 1
+    return means
+
+
+def record(engine: DeepSpeedEngine, task: TrainTask, done: int, means: list[Means], clock: Clock) -> None:
+    """Reduces the metrics since the last record and sends them to the driver.
+
+    Raises:
+        InputError: the loss is not finite; raised on every rank, since all hold the reduced value.
+    """
+    sums = add_means(means)
+    pairs = torch.cat([stack_means(sums), torch.tensor([[clock.tokens, 1.0]], dtype=torch.float64, device=_device(sums))])
+    dist.all_reduce(pairs)
+    values = values_of([*sums, "tokens"], pairs)
+    if not math.isfinite(values.get("loss", 0.0)):
+        raise InputError(f"the loss is {values['loss']} at step {done}: lower train.lr, or look for bad rows in the data")
+    if dist.get_rank() == 0:
+        elapsed = time.perf_counter() - clock.started
+        tokens = values.pop("tokens") * dist.get_world_size()
+        values |= {f"seconds_{phase}": seconds / clock.steps for phase, seconds in sorted(clock.seconds.items())}
+        values |= {
+            "seconds_total": elapsed / clock.steps,
+            "waiting_share": clock.seconds.get("waiting", 0.0) / elapsed,
+            "tokens_per_second": tokens / elapsed,
+            "grad_norm": float(engine.get_global_grad_norm() or 0.0),
+            "lr": float(engine.get_lr()[0]),
+        }
+        task.records.put({"step": done, **values})
+
+
+def _device(means: Means) -> torch.device:
+    return next(iter(means.values())).total.device

@@ -1,0 +1,74 @@
+"""DeepSpeed as this project uses it: one engine around the objective, with fp32 master weights and reductions."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from dspark.config import Settings, TrainSettings
+from dspark.training.objective import DraftObjective
+
+
+def engine_settings(train: TrainSettings) -> dict[str, Any]:
+    """DeepSpeed's configuration for the settings of a run."""
+    return {
+        "train_micro_batch_size_per_gpu": train.micro_batch,
+        "gradient_accumulation_steps": train.accumulation,
+        "gradient_clipping": train.clip,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": train.precision == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": {"stage": train.zero_stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "wall_clock_breakdown": False,
+    }
+
+
+def learning_rate(steps: int, warmup: float) -> Callable[[int], float]:
+    """Factor of the base rate at each optimizer step: linear from 0 over the warm-up, then cosine to 0 at `steps`."""
+    rising = max(1, round(steps * warmup))
+
+    def factor(step: int) -> float:
+        if step < rising:
+            return (step + 1) / rising
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - rising) / max(1, steps - rising))))
+
+    return factor
+
+
+def make_engine(objective: DraftObjective, train: TrainSettings, steps: int) -> DeepSpeedEngine:
+    """The engine of this rank: AdamW with warm-up and cosine, ZeRO stage and precision from the settings."""
+    optimizer = torch.optim.AdamW(
+        objective.parameters(), lr=train.lr, betas=train.betas, weight_decay=train.weight_decay
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate(steps, train.warmup))
+    engine, *_ = deepspeed.initialize(
+        model=objective,
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        config=engine_settings(train),
+        dist_init_required=False,
+    )
+    return engine
+
+
+def backward_scale(settings: Settings) -> int:
+    """What a loss is multiplied with before `engine.backward`, which divides by ranks and by accumulation steps.
+
+    Global denominators already span the step, so both divisions are undone. Denominators per micro-batch want the mean
+    over the accumulation steps, so only the division by ranks is.
+    """
+    train = settings.train
+    return train.workers * (train.accumulation if settings.loss.denominator == "global" else 1)
+
+
+def whole_state(engine: DeepSpeedEngine) -> dict[str, Tensor]:
+    """The drafter's full state dict on the CPU, by canonical names; collective under ZeRO stage 3."""
+    drafter = engine.module.drafter
+    with deepspeed.zero.GatheredParameters(list(drafter.parameters()), enabled=engine.zero_optimization_stage() == 3):
+        return {name: tensor.detach().cpu().clone() for name, tensor in drafter.state_dict().items()}

@@ -1,0 +1,66 @@
+"""Hidden states of token rows: the function that target actors run.
+
+Rows come in plan order and leave in plan order; in between they are grouped by length, so that little is padded. The
+groups depend on the rows alone: the same window gives the same bits on any actor.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from dspark.data.captures import Origin, encode
+from dspark.data.plan import capture_batches
+from dspark.data.render import Sample
+from dspark.target import Target
+
+# Logits of one forward agree with those of another only up to rounding of the compute dtype.
+_LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+def capture(target: Target, samples: Sequence[Sample], origin: Origin, batch_tokens: int) -> pa.Table:
+    """The captured table of `samples`, at most `batch_tokens` tokens (padding included) in one forward."""
+    states: dict[int, list[Tensor]] = {tap: [_NONE] * len(samples) for tap in origin.taps}
+    final: list[Tensor] = [_NONE] * len(samples)
+    for rows in capture_batches([len(sample.input_ids) for sample in samples], batch_tokens):
+        output = target.states(padded_ids([samples[row] for row in rows], target.device), origin.taps)
+        for place, row in enumerate(rows):
+            length = len(samples[row].input_ids)
+            final[row] = output.final[place, :length]
+            for tap, state in zip(origin.taps, output.taps[place, :length].split(target.hidden, dim=-1), strict=True):
+                states[tap][row] = state
+    return encode(origin, samples, states, final)
+
+
+_NONE = torch.empty(0)
+
+
+def padded_ids(samples: Sequence[Sample], device: torch.device) -> Tensor:
+    """Token ids [B, S] of rows of unequal length, zeros at the end; causal attention never lets padding be read."""
+    length = max(len(sample.input_ids) for sample in samples)
+    ids = np.zeros((len(samples), length), dtype=np.int64)
+    for row, sample in enumerate(samples):
+        ids[row, : len(sample.input_ids)] = sample.input_ids
+    return torch.from_numpy(ids).to(device)
+
+
+@torch.inference_mode()
+def prove_capture(target: Target, sample: Sample, taps: Sequence[int]) -> None:
+    """Shows on one sample that captured states are what the contract says.
+
+    `vocabulary.logits(final)` must be the model's own logits, and each tap the model's own hidden state of that layer.
+    A failure is a defect of this project or a model that does not fit its family, so it is an assertion.
+    """
+    ids = padded_ids([sample], target.device)
+    states = target.states(ids, taps)
+    whole = target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    scale = whole.logits.float().abs().max()
+    gap = (target.vocabulary.logits(states.final).float() - whole.logits.float()).abs().max() / scale
+    tolerance = _LOGIT_TOLERANCE[target.dtype]
+    assert gap <= tolerance, f"final is not the normed last state of {target.name}: logits differ by {gap:.1e}"
+    for tap, state in zip(taps, states.taps.split(target.hidden, dim=-1), strict=True):
+        own = whole.hidden_states[tap + 1]
+        apart = (state - own).float().abs().max() / own.float().abs().max()
+        assert apart <= tolerance, f"tap {tap} is not the output of decoder block {tap}: they differ by {apart:.1e}"

@@ -1,0 +1,1 @@
+"""From conversations to token rows, captured states, and the order in which trainers see them."""

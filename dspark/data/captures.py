@@ -1,0 +1,121 @@
+"""The data contract: one Arrow table of captured samples, the same in memory, on the wire and on disk.
+
+One row per sample, no nulls: `sample_id string`, `input_ids list<int32>`, `loss_mask binary` (a byte per token),
+`tap_{k} large_binary` for each tap k and `final large_binary` (bf16 little-endian, S*H*2 bytes). The schema's metadata
+carries the `Origin`; a table whose Origin differs from what a run needs is refused, naming the field.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from dspark.data.render import Sample
+from dspark.errors import InputError
+
+FORMAT_VERSION = 1
+_ORIGIN_KEY = b"dspark.origin"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where captured states come from: everything that decides their values."""
+
+    target: str
+    revision: str
+    fingerprint: str
+    render: str
+    taps: tuple[int, ...]
+    hidden: int
+    dtype: str
+    final: str = "post_norm"
+    codec: str = "plain"
+    format_version: int = FORMAT_VERSION
+
+    def check_fits(self, needed: "Origin", where: str) -> None:
+        """Passes iff this origin has the needed taps and every other field is equal.
+
+        A local target is the same wherever its folder lies: targets of equal fingerprint are equal whatever their names.
+
+        Raises:
+            InputError: names the first differing field, what was found and what is needed.
+        """
+        if missing := sorted(set(needed.taps) - set(self.taps)):
+            raise InputError(f"{where} lacks taps {missing} (it holds {list(self.taps)}): capture again with them")
+        ignored = {"taps"} | ({"target", "revision"} if self.fingerprint == needed.fingerprint else set())
+        for field in fields(self):
+            found, wanted = getattr(self, field.name), getattr(needed, field.name)
+            if field.name not in ignored and found != wanted:
+                raise InputError(f"{where} was captured with {field.name}={found!r}, this run needs {wanted!r}")
+
+
+def tap_column(tap: int) -> str:
+    """Column name of a tap."""
+    return f"tap_{tap}"
+
+
+def final_column() -> str:
+    """Column name of the normed last state."""
+    return "final"
+
+
+def schema_of(origin: Origin) -> pa.Schema:
+    """The contract's schema for an origin."""
+    columns = [
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("loss_mask", pa.binary(), nullable=False),
+        *(pa.field(tap_column(tap), pa.large_binary(), nullable=False) for tap in origin.taps),
+        pa.field(final_column(), pa.large_binary(), nullable=False),
+    ]
+    return pa.schema(columns, metadata={_ORIGIN_KEY: json.dumps(asdict(origin)).encode()})
+
+
+def origin_of(schema: pa.Schema) -> Origin:
+    """The origin that a schema carries.
+
+    Raises:
+        InputError: the schema carries none, or one of another format version.
+    """
+    raw = (schema.metadata or {}).get(_ORIGIN_KEY)
+    if raw is None:
+        raise InputError("the table carries no origin: it was not written by this project's capture")
+    values: dict[str, Any] = json.loads(raw)
+    if values.get("format_version") != FORMAT_VERSION:
+        raise InputError(
+            f"the table has format version {values.get('format_version')}, this version reads {FORMAT_VERSION}"
+        )
+    return Origin(**{**values, "taps": tuple(values["taps"])})
+
+
+def encode(origin: Origin, samples: Sequence[Sample], taps: Mapping[int, Sequence[Tensor]], final: Sequence[Tensor]) -> pa.Table:
+    """The table of `samples` with their states: for each tap and for `final`, one tensor [S, H] per sample."""
+    columns: list[pa.Array] = [
+        pa.array([sample.sample_id for sample in samples], pa.string()),
+        pa.array([sample.input_ids for sample in samples], pa.list_(pa.int32())),
+        pa.array([sample.loss_mask.tobytes() for sample in samples], pa.binary()),
+        *(_binary(taps[tap]) for tap in origin.taps),
+        _binary(final),
+    ]
+    return pa.table(columns, schema=schema_of(origin))
+
+
+def _binary(states: Sequence[Tensor]) -> pa.Array:
+    """One large_binary value per tensor, copied once into one buffer."""
+    flat = torch.cat([state.to(torch.bfloat16).reshape(-1) for state in states]).contiguous().view(torch.uint8)
+    sizes = [state.numel() * 2 for state in states]
+    offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+    return pa.LargeBinaryArray.from_buffers(
+        pa.large_binary(), len(states), [None, pa.py_buffer(offsets), pa.py_buffer(flat.cpu().numpy())]
+    )
+
+
+def bf16_column(table: pa.Table, name: str, row: int, hidden: int) -> Tensor:
+    """One row's states [S, H], bf16. The memory is the table's own and must never be written to."""
+    buffer = table.column(name)[row].as_buffer()
+    return torch.frombuffer(memoryview(buffer), dtype=torch.bfloat16).view(-1, hidden)

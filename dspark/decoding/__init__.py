@@ -1,0 +1,1 @@
+"""Speculative and plain decoding."""

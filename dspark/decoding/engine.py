@@ -1,0 +1,285 @@
+"""The decoding engine: many requests at once, speculative with a drafter, plain without one.
+
+queue --prefill--> active rows --draft--> proposals --one target pass over all rows--> accepted drafts + one token
+          ^                                                                                   |
+          +---- a slot is free when a stop id or the cap ends its request <---- commit -------+
+
+Active rows fill the slots 0..n-1, so that every pass works on views of the stores. The target's states are known up to
+each row's anchor, its last committed token; a round computes the anchor and the drafts behind it.
+Shape suffixes: R active rows, P prompt positions, Q = drafts + 1 positions of a round, K drafts, N single positions.
+"""
+
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from dspark.decoding.kv import Aim, AimedCache, check_window, target_store
+from dspark.decoding.proposer import Proposal, Proposer
+from dspark.decoding.rounds import Generation, Progress, Request, Round
+from dspark.decoding.sampling import Sampler, Sampling
+from dspark.errors import InputError
+from dspark.model.drafter import Drafter
+from dspark.target import Target, TargetStates
+
+__all__ = ["Engine", "Generation", "Request", "Round", "Sampling", "Seconds"]
+
+# Prompts are prefilled together while at most this share of the pass is padding.
+_MAX_PADDING = 0.2
+
+
+@dataclass
+class Seconds:
+    """Wall time since the engine was made: `draft` and `verify` are passes with their heads, `total` is all of it."""
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    other: float = 0.0
+    total: float = 0.0
+
+
+class Engine:
+    """Decodes requests with one target and at most one drafter, `batch` at a time, each up to `max_length` tokens.
+
+    At temperature 0 the tokens are those of plain decoding whatever the batch (exactly in fp32, where no two logits are
+    closer than rounding); above 0 they have the target's law and depend on seed and request id alone.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None, batch: int, max_length: int) -> None:
+        """
+        Raises:
+            InputError: lengths or sizes that target and drafter cannot serve.
+        """
+        _check(target, drafter, batch, max_length)
+        self.target, self.batch, self.max_length = target, batch, max_length
+        self.store = target_store(target.config, batch, target.device, target.dtype)
+        self.proposer = Proposer(drafter, target.vocabulary, batch) if drafter is not None else None
+        self.taps = drafter.config.taps if drafter is not None else ()
+        self.seconds = Seconds()
+        self._busy = False
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """All results, in the order of the requests.
+
+        Raises:
+            InputError: a request that cannot be decoded.
+        """
+        rows = {row.number: row for row in self._decode(requests)}
+        return [rows[number].generation() for number in range(len(requests))]
+
+    def stream(self, request: Request) -> Generator[tuple[int, bool], None, Generation]:
+        """Tokens as they are committed, each with whether it was an accepted draft; returns the whole result.
+
+        The engine decodes nothing else until the stream is exhausted or closed.
+        """
+        shown = 0
+        for row in self._decode([request]):
+            yield from zip(row.tokens[shown:], row.drafted[shown:], strict=True)
+            shown = len(row.tokens)
+        return row.generation()
+
+    def _decode(self, requests: Sequence[Request]) -> Iterator[Progress]:
+        """Yields each request whenever it has got new tokens."""
+        queue = deque(self._progress(number, request) for number, request in enumerate(requests))
+        assert not self._busy, "an engine decodes one call at a time: exhaust or close its stream first"
+        self._busy = True
+        try:
+            self._reserve(queue)
+            active: list[Progress] = []
+            while queue or active:
+                while queue and len(active) < self.batch:
+                    admitted = self._admit(queue, self.batch - len(active))
+                    self._prefill(admitted, first=len(active))
+                    yield from admitted
+                    active += admitted
+                    self._retire(active)
+                if active:
+                    self._round(active)
+                    yield from list(active)
+                    self._retire(active)
+        finally:
+            self._busy = False
+
+    def _progress(self, number: int, request: Request) -> Progress:
+        prompt, largest = len(request.prompt), max(request.prompt, default=0)
+        if not 0 < prompt < self.max_length:
+            raise InputError(
+                f"request {request.id!r} has a prompt of {prompt} tokens, and the engine holds {self.max_length} "
+                "tokens of prompt and answer: shorten the prompt or raise max_length"
+            )
+        if request.max_new_tokens < 1:
+            raise InputError(f"request {request.id!r} asks for {request.max_new_tokens} new tokens: ask for at least 1")
+        if largest >= self.target.vocab_size or min(request.prompt) < 0:
+            raise InputError(
+                f"request {request.id!r} holds token ids outside 0..{self.target.vocab_size - 1}: use the target's "
+                "tokenizer"
+            )
+        cap = min(request.max_new_tokens, self.max_length - prompt)
+        return Progress(number, request, cap, self.target.stop_ids)
+
+    def _reserve(self, rows: Sequence[Progress]) -> None:
+        # The last token of a text is never computed, but rows with few drafts left are padded by up to a block.
+        slack = self.proposer.drafter.config.block if self.proposer else 0
+        length = max((len(row.request.prompt) + row.cap + slack for row in rows), default=0)
+        self.store.reserve(length)
+        if self.proposer:
+            self.proposer.store.reserve(length)
+
+    def _admit(self, queue: deque[Progress], free: int) -> list[Progress]:
+        """Takes the next requests that fit into one prefill without much padding; at least one."""
+        admitted: list[Progress] = []
+        used = longest = 0
+        while queue and len(admitted) < free:
+            prompt = len(queue[0].request.prompt)
+            used, longest = used + prompt, max(longest, prompt)
+            if admitted and used < (1 - _MAX_PADDING) * longest * (len(admitted) + 1):
+                break
+            admitted.append(queue.popleft())
+        return admitted
+
+    @torch.inference_mode()
+    def _prefill(self, rows: Sequence[Progress], first: int) -> None:
+        """Computes the prompts of new rows into the slots from `first` on, and commits their first tokens."""
+        with self._timed("total"), self._timed("prefill"):
+            device = self.target.device
+            prompts = [torch.tensor(row.request.prompt) for row in rows]
+            lengths = [len(prompt) for prompt in prompts]
+            # Padding stands behind the prompts, where a causal mask hides it and the answer will overwrite it.
+            ids_RP = pad_sequence(prompts, batch_first=True).to(device)
+            positions_RP = torch.arange(ids_RP.shape[1], device=device).expand_as(ids_RP)
+            cache = AimedCache(self.store, Aim(first, positions_RP, ids_RP.shape[1]))
+            states = self.target.states(ids_RP, self.taps, positions_RP, cache=cache)
+            last_RH = states.final[torch.arange(len(rows)), torch.tensor(lengths) - 1]
+            sampler = Sampler([row.place for row in rows], device)
+            verdict = sampler.judge(self.target.vocabulary.logits(last_RH[:, None]), ids_RP[:, :0], [0] * len(rows))
+            for row, token in zip(rows, verdict.following.tolist(), strict=True):
+                row.begin(token)
+            if self.proposer:
+                self._observe(states, range(len(rows)), [0] * len(rows), lengths, first)
+        self._settle()
+
+    @torch.inference_mode()
+    def _round(self, rows: Sequence[Progress]) -> None:
+        """One propose, verify, commit of all active rows."""
+        with self._timed("total"):
+            device = self.target.device
+            anchors = [row.anchor for row in rows]
+            anchor_ids_R = torch.tensor([row.tokens[-1] for row in rows], device=device)
+            sampler = Sampler([row.place for row in rows], device)
+            proposed = [self._slots(row) for row in rows]
+            proposal = Proposal(anchor_ids_R.new_empty(len(rows), 0), None)
+            if self.proposer and max(proposed):
+                with self._timed("draft"):
+                    proposal = self.proposer.propose(anchor_ids_R, anchors, max(proposed), sampler)
+            with self._timed("verify"):
+                states, logits_RQV = self._verify(torch.cat((anchor_ids_R[:, None], proposal.tokens_RK), 1), anchors)
+            verdict = sampler.judge(logits_RQV, proposal.tokens_RK, proposed)
+            self._commit(rows, proposal, proposed, verdict.accepted.tolist(), verdict.following.tolist())
+            going = [slot for slot, row in enumerate(rows) if row.finish is None]
+            if self.proposer and going:
+                with self._timed("draft"):
+                    starts = [anchors[slot] for slot in going]
+                    self._observe(states, going, starts, [rows[slot].anchor - anchors[slot] for slot in going], 0)
+        self._settle()
+
+    def _slots(self, row: Progress) -> int:
+        """Draft tokens worth proposing: the target's own token comes on top, and the drafter's positions end."""
+        if self.proposer is None:
+            return 0
+        config = self.proposer.drafter.config
+        return min(config.block, row.room - 1) if row.anchor + config.block <= config.max_positions else 0
+
+    def _verify(self, ids_RQ: Tensor, anchors: Sequence[int]) -> tuple[TargetStates, Tensor]:
+        """Target states and logits [R, Q, V] of each row's anchor and drafts."""
+        width = ids_RQ.shape[1]
+        positions_RQ = torch.tensor(anchors, device=ids_RQ.device)[:, None] + torch.arange(width, device=ids_RQ.device)
+        aim = Aim(0, positions_RQ, max(anchors) + width)
+        states = self.target.states(ids_RQ, self.taps, positions_RQ, aim.visible(), AimedCache(self.store, aim))
+        return states, self.target.vocabulary.logits(states.final)
+
+    def _commit(
+        self,
+        rows: Sequence[Progress],
+        proposal: Proposal,
+        proposed: Sequence[int],
+        accepted: Sequence[int],
+        following: Sequence[int],
+    ) -> None:
+        drafts = proposal.tokens_RK.tolist()
+        confidences = proposal.confidences_RK.tolist() if proposal.confidences_RK is not None else [()] * len(rows)
+        for slot, row in enumerate(rows):
+            count = proposed[slot]
+            row.commit(drafts[slot][:count], accepted[slot], following[slot], confidences[slot][:count])
+
+    def _observe(
+        self, states: TargetStates, places: Sequence[int], starts: Sequence[int], counts: Sequence[int], first: int
+    ) -> None:
+        """Hands the drafter the first `counts` states of the rows at `places` of a pass, from positions `starts` on."""
+        assert self.proposer is not None
+        device = states.taps.device
+        indices = [
+            (place, column, start + column)
+            for place, start, count in zip(places, starts, counts, strict=True)
+            for column in range(count)
+        ]
+        places_N, columns_N, positions_N = torch.tensor(indices, device=device).unbind(1)
+        self.proposer.observe(places_N + first, positions_N, states.taps[places_N, columns_N])
+
+    def _retire(self, active: list[Progress]) -> None:
+        """Frees the slots of finished rows; the last row moves into a gap, so that active rows stay together."""
+        for slot in reversed(range(len(active))):
+            if active[slot].finish is None:
+                continue
+            last = active.pop()
+            if slot < len(active):
+                active[slot] = last
+                self.store.move(len(active), slot, last.anchor)
+                if self.proposer:
+                    self.proposer.store.move(len(active), slot, last.anchor)
+
+    @contextmanager
+    def _timed(self, part: Literal["prefill", "draft", "verify", "total"]) -> Iterator[None]:
+        start = self._now()
+        yield
+        setattr(self.seconds, part, getattr(self.seconds, part) + self._now() - start)
+
+    def _now(self) -> float:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return time.perf_counter()
+
+    def _settle(self) -> None:
+        spent = self.seconds
+        spent.other = spent.total - spent.prefill - spent.draft - spent.verify
+
+
+def _check(target: Target, drafter: Drafter | None, batch: int, max_length: int) -> None:
+    if batch < 1 or max_length < 2:
+        raise InputError(f"batch={batch} and max_length={max_length}: needed are at least 1 row and 2 tokens")
+    limit = target.config.max_position_embeddings
+    if max_length > limit:
+        raise InputError(f"max_length={max_length} is beyond the target's {limit} positions: lower it")
+    check_window(target.config, max_length)
+    if drafter is None:
+        return
+    config = drafter.config
+    pairs = {
+        "vocabulary": (config.vocab, target.vocab_size),
+        "hidden width": (config.hidden, target.hidden),
+        "target layers": (config.target_layers, target.layers),
+        "dtype": (drafter.fc.weight.dtype, target.dtype),
+        "device": (drafter.fc.weight.device, target.device),
+    }
+    for name, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            raise InputError(
+                f"the drafter's {name} is {ours}, the target's is {theirs}: load a drafter of this target, in the "
+                "target's dtype and on its device"
+            )

@@ -1,0 +1,141 @@
+"""Keys and values of many requests at once, each row with its own length, written in place.
+
+A position is written when its token is computed and read by queries at or behind it. Rejected tokens are not removed:
+the row's length moves back and the next round writes over them. Nothing is copied or grown while requests are decoded.
+Shape suffixes: R rows of the store, B rows of a call, Q positions of a call, N single positions, G key/value heads,
+M positions that a row can hold, L positions in use, D head width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from dspark.errors import InputError
+from dspark.model.config import DraftConfig
+from dspark.model.layers import KeyValues
+
+# Widths are multiples of this, so that requests of similar length share one allocation.
+_GRAIN = 64
+
+
+class Store:
+    """Keys and values [R, G, M, D] of every layer of a model; M grows only by `reserve`."""
+
+    def __init__(
+        self, layers: int, rows: int, heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        empty = torch.zeros(rows, heads, 0, head_dim, device=device, dtype=dtype)
+        self.layers = [KeyValues(empty, empty)] * layers
+
+    @property
+    def width(self) -> int:
+        """M."""
+        return self.layers[0].keys.shape[2]
+
+    def reserve(self, length: int) -> None:
+        """Makes room for `length` positions per row. What the rows held is lost: no row may be in use."""
+        if length <= self.width:
+            return
+        rows, heads, _, head_dim = self.layers[0].keys.shape
+        shape = (rows, heads, -(-length // _GRAIN) * _GRAIN, head_dim)
+        old = [layer.keys for layer in self.layers]
+        # Zeros, not uninitialised memory: a masked NaN value would still spoil an attention sum.
+        self.layers = [KeyValues(keys.new_zeros(shape), keys.new_zeros(shape)) for keys in old]
+
+    def write(self, layer: int, rows: Tensor, positions: Tensor, new: KeyValues) -> None:
+        """Keys and values [..., G, D] of one layer, at rows and positions: index tensors that broadcast to [...]."""
+        keys, values = self.layers[layer]
+        keys[rows, :, positions] = new.keys
+        values[rows, :, positions] = new.values
+
+    def view(self, layer: int, first: int, count: int, length: int) -> KeyValues:
+        """Rows first .. first+count-1 of one layer up to `length`, without a copy: [count, G, length, D]."""
+        keys, values = self.layers[layer]
+        return KeyValues(keys[first : first + count, :, :length], values[first : first + count, :, :length])
+
+    def move(self, source: int, to: int, length: int) -> None:
+        """Copies the first `length` positions of a row over another: when a request ends, never for a round."""
+        for keys, values in self.layers:
+            keys[to, :, :length] = keys[source, :, :length]
+            values[to, :, :length] = values[source, :, :length]
+
+
+def target_store(config: Any, rows: int, device: torch.device, dtype: torch.dtype) -> Store:
+    """An empty store for a target of this transformers configuration."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return Store(config.num_hidden_layers, rows, kv_heads, head_dim, device, dtype)
+
+
+def context_store(config: DraftConfig, rows: int, device: torch.device, dtype: torch.dtype) -> Store:
+    """An empty store for a drafter's keys and values of context features."""
+    return Store(config.layers, rows, config.kv_heads, config.head_dim, device, dtype)
+
+
+class Aim:
+    """Where one forward of the target writes, and how far it sees.
+
+    Its rows are first, first+1, ...; row b computes the tokens at `positions_BQ[b]`, all below `length` = L.
+    """
+
+    def __init__(self, first: int, positions_BQ: Tensor, length: int) -> None:
+        self.first, self.positions_BQ, self.length = first, positions_BQ, length
+        self.rows_B1 = torch.arange(first, first + len(positions_BQ), device=positions_BQ.device)[:, None]
+
+    def visible(self) -> Tensor:
+        """Mask bool [B, 1, Q, L]: each query sees its row up to its own position, so nothing that is stale."""
+        columns_L = torch.arange(self.length, device=self.positions_BQ.device)
+        return (columns_L <= self.positions_BQ[..., None]).unsqueeze(1)
+
+
+class AimedCache(Cache):
+    """A target's store in the form that transformers takes, for one forward."""
+
+    def __init__(self, store: Store, aim: Aim) -> None:
+        super().__init__(layers=[_AimedLayer(store, number, aim) for number in range(len(store.layers))])
+
+
+class _AimedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer, as transformers' attention calls it."""
+
+    def __init__(self, store: Store, number: int, aim: Aim) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.store, self.number, self.aim = store, number, aim
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Writes [B, G, Q, D] where the forward aims and returns what it may look at, views [B, G, L, D]."""
+        aim = self.aim
+        new = KeyValues(key_states.transpose(1, 2), value_states.transpose(1, 2))
+        self.store.write(self.number, aim.rows_B1, aim.positions_BQ, new)
+        return self.store.view(self.number, aim.first, len(aim.positions_BQ), aim.length)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.aim.length, 0
+
+    def get_seq_length(self) -> int:
+        return self.aim.length - self.aim.positions_BQ.shape[1]
+
+    def get_max_length(self) -> int:
+        return self.store.width
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is lazy: the store has been reserved."""
+
+
+def check_window(config: Any, max_length: int) -> None:
+    """Refuses texts longer than a target's sliding window, which the store does not model.
+
+    Raises:
+        InputError: names the window and the length.
+    """
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if window is not None and (kinds is None or "sliding_attention" in kinds) and max_length > window:
+        raise InputError(
+            f"the target attends within a sliding window of {window} tokens, and max_length is {max_length}: decoding "
+            f"beyond the window is not supported, use a max_length of at most {window}"
+        )

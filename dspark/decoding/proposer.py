@@ -1,0 +1,82 @@
+"""The drafter's side of a round: observe what is committed, propose what may follow.
+
+taps of committed tokens --context--> keys and values, written once
+[anchor, mask, ...] --one pass over context and block--> states --head--> base logits --Markov head by slot--> drafts
+
+Shape suffixes: R active rows, K slots of the pass, N committed positions of any rows, L taps, H hidden width, r rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark.decoding.kv import context_store
+from dspark.decoding.sampling import Sampler
+from dspark.model.drafter import Drafter
+from dspark.model.layers import KeyValues
+from dspark.model.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Draft tokens [R, slots], and for each the probability that it is accepted if those before it are."""
+
+    tokens_RK: Tensor
+    confidences_RK: Tensor | None
+
+
+class Proposer:
+    """A drafter with the context of every row that is being decoded."""
+
+    def __init__(self, drafter: Drafter, vocabulary: Vocabulary, rows: int) -> None:
+        self.drafter, self.vocabulary = drafter, vocabulary
+        self.store = context_store(drafter.config, rows, vocabulary.head_VH.device, vocabulary.head_VH.dtype)
+
+    def observe(self, rows_N: Tensor, positions_N: Tensor, taps_NLH: Tensor) -> None:
+        """Takes in the target's states [N, L*H] of committed tokens, at these rows and positions."""
+        context = self.drafter.context(taps_NLH[None], positions_N[None])
+        for number, new in enumerate(context):
+            by_position = KeyValues(new.keys[0].transpose(0, 1), new.values[0].transpose(0, 1))
+            self.store.write(number, rows_N, positions_N, by_position)
+
+    def propose(self, anchor_ids_R: Tensor, anchors: Sequence[int], slots: int, sampler: Sampler) -> Proposal:
+        """Drafts the `slots` tokens that follow each row's anchor, whose context ends just before the anchor."""
+        states_RKH = self._states(anchor_ids_R, anchors)[:, :slots]
+        logits_RKV = self.vocabulary.logits(states_RKH)
+        head = self.drafter.markov_head
+        previous_R, carried, tokens, embedded = anchor_ids_R, None, [], []
+        for slot in range(slots):
+            logits_RV = logits_RKV[:, slot].float()
+            if head is not None:
+                e_Rr = head.embed(previous_R)
+                features_Rr, carried = head.step(e_Rr, states_RKH[:, slot], carried)
+                logits_RV = logits_RV + head.bias(features_Rr).float()
+                embedded.append(e_Rr)
+            previous_R = sampler.choose(logits_RV, slot)
+            tokens.append(previous_R)
+        return Proposal(torch.stack(tokens, dim=1), self._confidences(states_RKH, embedded))
+
+    def _states(self, anchor_ids_R: Tensor, anchors: Sequence[int]) -> Tensor:
+        """Normed states [R, K, H] of whole blocks: slots see each other, so all K run however few are used."""
+        config, device = self.drafter.config, anchor_ids_R.device
+        anchors_R1 = torch.tensor(anchors, device=device)[:, None]
+        ids_RK = torch.full((len(anchors), config.block), config.mask_token_id, device=device)
+        ids_RK[:, 0] = anchor_ids_R
+        length = max(anchors)
+        context = [self.store.view(number, 0, len(anchors), length) for number in range(config.layers)]
+        below_RL = torch.arange(length, device=device) < anchors_R1
+        own_RK = torch.ones_like(ids_RK, dtype=torch.bool)
+        visible_RM = torch.cat((below_RL, own_RK), dim=1)
+        positions_RK = anchors_R1 + torch.arange(config.block, device=device)
+        visible_R1QM = visible_RM[:, None, None].expand(-1, -1, config.block, -1)
+        states_RKH: Tensor = self.drafter(self.vocabulary.embed(ids_RK), positions_RK, context, visible_R1QM)
+        return states_RKH
+
+    def _confidences(self, states_RKH: Tensor, embedded: list[Tensor]) -> Tensor | None:
+        head = self.drafter.confidence_head
+        if head is None:
+            return None
+        logits_RK: Tensor = head(states_RKH, torch.stack(embedded, dim=1) if embedded else None)
+        return logits_RK.float().sigmoid()

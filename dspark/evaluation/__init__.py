@@ -1,0 +1,1 @@
+"""Measuring drafters, and showing what was measured."""

@@ -1,0 +1,1 @@
+"""The drafter: architecture, heads and checkpoint layout."""

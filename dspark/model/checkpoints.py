@@ -1,0 +1,173 @@
+"""Drafters on disk, in the published layout that serving engines load: a folder with config.json and model.safetensors.
+
+The weights hold the target's embedding and head too, so that a folder needs no other file; what a run wants to remember
+stands in config.json under the one key `dspark`.
+"""
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from dspark.errors import InputError
+from dspark.model.config import DraftConfig
+from dspark.model.drafter import Drafter
+from dspark.model.layers import RotaryTable
+from dspark.model.layout import config_from_json, config_to_json, dtype_name, extra_keys
+from dspark.model.vocabulary import Vocabulary
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+RUN_KEY = "dspark"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedDrafter:
+    """A drafter from disk, with the frozen embedding and head of its target."""
+
+    drafter: Drafter
+    vocabulary: Vocabulary
+    config: DraftConfig
+    extra: dict[str, Any]  # keys of config.json beyond the layout, such as `dspark`
+
+
+def assemble(tensors: Mapping[str, Tensor], config: DraftConfig) -> tuple[Drafter, Vocabulary]:
+    """A drafter and its vocabulary from tensors that are named as in the layout; the memory is shared with them.
+
+    Raises:
+        InputError: names every tensor that is missing, unexpected or of another shape.
+    """
+    drafter = _blank(config)
+    if faults := _shape_faults(tensors, drafter):
+        raise InputError("; ".join(faults))
+    drafter.rotary = RotaryTable(config)
+    drafter.load_state_dict({name: tensors[name] for name in drafter.state_dict()}, assign=True)
+    return drafter, Vocabulary(tensors[EMBEDDING], tensors[HEAD])
+
+
+def save_drafter(
+    folder: Path,
+    drafter_state: Mapping[str, Tensor],
+    config: DraftConfig,
+    vocabulary: Vocabulary,
+    target_config: PreTrainedConfig,
+    anchors: int,
+    dtype: torch.dtype,
+    extra: Mapping[str, Any],
+) -> None:
+    """Writes a drafter as `folder`, complete or not at all; `extra` (JSON values) is kept under the key `dspark`.
+
+    Raises:
+        InputError: the folder holds something already, or the disk refuses.
+    """
+    folder = folder.absolute()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise InputError(f"{folder} exists already and is not overwritten: choose another folder or remove it first")
+    tensors = {**drafter_state, EMBEDDING: vocabulary.embedding_VH, HEAD: vocabulary.head_VH}
+    faults = _shape_faults(tensors, _blank(config))
+    assert not faults, faults
+    values = config_to_json(config, target_config, anchors, dtype) | {RUN_KEY: dict(extra)}
+    # The file format refuses tensors that share memory, as a tied embedding and head do: each gets its own copy.
+    copies = {name: tensor.detach().to("cpu", dtype, copy=True).contiguous() for name, tensor in tensors.items()}
+    partial = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        partial.mkdir(parents=True)
+        (partial / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_file(copies, partial / WEIGHTS, metadata={"format": "pt"})
+        for file in partial.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        partial.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"the drafter could not be written as {folder}: {error}: free space or choose a folder"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def load_drafter(folder: Path, device: torch.device, dtype: torch.dtype) -> LoadedDrafter:
+    """Reads a drafter of the published layout, from one weight file or from several.
+
+    Raises:
+        InputError: the folder is no such drafter; names every key and tensor that is missing, unexpected or wrong.
+    """
+    try:
+        values = read_json(folder / CONFIG)
+        config = config_from_json(values)
+        tensors = _read_tensors(folder)
+        if faults := _dtype_faults(tensors, values.get("dtype")):
+            raise InputError("; ".join(faults))
+        drafter, vocabulary = assemble(tensors, config)
+    except InputError as error:
+        raise InputError(
+            f"{folder} holds no drafter that can be loaded: {error} (needed: {CONFIG} and {WEIGHTS} as `dspark train` "
+            "writes them)"
+        ) from error
+    return LoadedDrafter(
+        drafter.to(device=device, dtype=dtype), vocabulary.to(device, dtype), config, extra_keys(values)
+    )
+
+
+def _blank(config: DraftConfig) -> Drafter:
+    """A drafter without memory: names and shapes alone."""
+    with torch.device("meta"):
+        return Drafter(config)
+
+
+def _shape_faults(tensors: Mapping[str, Tensor], drafter: Drafter) -> list[str]:
+    table = (drafter.config.vocab, drafter.config.hidden)
+    needed = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    needed |= {EMBEDDING: table, HEAD: table}
+    return [
+        *(f"tensor {name} is missing" for name in needed if name not in tensors),
+        *(f"tensor {name} is unexpected" for name in tensors if name not in needed),
+        *(
+            f"tensor {name} has shape {list(tensors[name].shape)}, needed {list(shape)}"
+            for name, shape in needed.items()
+            if name in tensors and tuple(tensors[name].shape) != shape
+        ),
+    ]
+
+
+def _dtype_faults(tensors: Mapping[str, Tensor], declared: str | None) -> list[str]:
+    allowed = [DTYPES[declared]] if declared else list(DTYPES.values())
+    return [
+        f"tensor {name} is {dtype_name(tensor.dtype)}, needed {' or '.join(map(dtype_name, allowed))}"
+        for name, tensor in tensors.items()
+        if tensor.dtype not in allowed
+    ]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path.name} cannot be read ({error})") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path.name} holds {type(values).__name__}, needed an object with keys")
+    return values
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise InputError(f"{WEIGHTS} is missing")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{file.name} cannot be read ({error}): copy or write it again") from error
+    return tensors

@@ -1,0 +1,96 @@
+"""The drafter's architecture: one frozen value, read from a target and settings or from a checkpoint's `config.json`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from dspark.config import DrafterSettings
+from dspark.errors import InputError
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Sizes and switches of a drafter (design section 4). Lengths in tokens, widths in units."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    norm_eps: float
+    max_positions: int
+    rope: dict[str, Any]
+    target_layers: int
+    layers: int
+    block: int
+    taps: tuple[int, ...]
+    mask_token_id: int
+    markov_rank: int
+    markov_head: str
+    confidence: bool
+    confidence_with_markov: bool
+    activation: str = "silu"
+    init_std: float = 0.02
+
+
+def draft_config(target: PreTrainedConfig, settings: DrafterSettings) -> DraftConfig:
+    """The drafter that `settings` asks for on top of `target` (its text configuration).
+
+    Raises:
+        InputError: a tap outside -1..layers-2, or a mask token that is out of range or already means something.
+    """
+    _check_taps(settings.taps, target.num_hidden_layers)
+    check_mask_token(settings.mask_token_id, target)
+    heads = target.num_attention_heads
+    return DraftConfig(
+        hidden=target.hidden_size,
+        intermediate=target.intermediate_size,
+        heads=heads,
+        kv_heads=getattr(target, "num_key_value_heads", None) or heads,
+        head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
+        vocab=target.vocab_size,
+        norm_eps=target.rms_norm_eps,
+        max_positions=target.max_position_embeddings,
+        rope=dict(target.rope_parameters),
+        target_layers=target.num_hidden_layers,
+        layers=settings.layers,
+        block=settings.block,
+        taps=settings.taps,
+        mask_token_id=settings.mask_token_id,
+        markov_rank=settings.markov_rank,
+        markov_head=settings.markov_head,
+        confidence=settings.confidence,
+        confidence_with_markov=settings.confidence and settings.confidence_with_markov,
+        activation=target.hidden_act,
+        init_std=target.initializer_range,
+    )
+
+
+def _check_taps(taps: tuple[int, ...], layers: int) -> None:
+    last = layers - 1
+    if last in taps:
+        raise InputError(
+            f"drafter.taps holds {last}, the target's last layer, whose raw output differs from the normed `final` "
+            f"that is captured anyway: use layers -1 to {last - 1}"
+        )
+    if beyond := [tap for tap in taps if tap > last]:
+        raise InputError(f"drafter.taps holds {beyond}, but the target has layers 0 to {last}: use -1 to {last - 1}")
+
+
+def check_mask_token(token: int, target: PreTrainedConfig) -> None:
+    """Refuses a mask token that the target's vocabulary lacks or uses for padding or for ending a text.
+
+    Raises:
+        InputError: names the token and the rule that it breaks.
+    """
+    if token >= target.vocab_size:
+        raise InputError(f"drafter.mask_token_id={token} is outside the vocabulary 0..{target.vocab_size - 1}")
+    eos = target.eos_token_id
+    taken = {"pad": {target.pad_token_id}, "eos": set(eos) if isinstance(eos, list) else {eos}}
+    for name, ids in taken.items():
+        if token in ids:
+            raise InputError(
+                f"drafter.mask_token_id={token} is the target's {name} token: choose an id that no text contains"
+            )

@@ -1,0 +1,70 @@
+"""The DSpark drafter: a whole block of tokens from one parallel pass over mask tokens (paper section 3.1).
+
+    taps --fc, hidden_norm--> context feature --k_proj, v_proj of each layer--> keys and values, once per text
+    [anchor, mask, mask, ...] --draft layers over context prefix + own block--> h --head, Markov head--> K distributions
+
+Training runs A blocks per text, decoding one block per request: both through `context` and `forward`.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dspark.model.config import DraftConfig
+from dspark.model.heads import ConfidenceHead, MarkovHead
+from dspark.model.layers import DraftLayer, KeyValues, RMSNorm, RotaryTable
+
+
+class Drafter(nn.Module):
+    """Everything of a drafter that is trained. The target's embedding and head come as a `Vocabulary`.
+
+    Shape suffixes: B batch, S context positions, Q block positions, L taps, H hidden width.
+    """
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.rotary = RotaryTable(config)
+        self.fc = nn.Linear(len(config.taps) * config.hidden, config.hidden, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence else None
+
+    def context(self, taps_BSLH: Tensor, positions_BS: Tensor) -> list[KeyValues]:
+        """Context keys and values of every layer, from concatenated taps [B, S, L*H] at positions [B, S]."""
+        feature_BSH = self.hidden_norm(self.fc(taps_BSLH))
+        rotary = self.rotary.at(positions_BS)
+        return [layer.self_attn.key_values(feature_BSH, rotary) for layer in self.layers]
+
+    def forward(
+        self, embeddings_BQH: Tensor, positions_BQ: Tensor, context: list[KeyValues], visible_B1QM: Tensor
+    ) -> Tensor:
+        """Normed states [B, Q, H] of block positions.
+
+        `visible` [B, 1, Q, S + Q] is true where a query may look: context columns first, then the block columns.
+        """
+        x = embeddings_BQH
+        rotary = self.rotary.at(positions_BQ)
+        for layer, layer_context in zip(self.layers, context, strict=True):
+            x = layer(x, rotary, layer_context, visible_B1QM)
+        return self.norm(x)
+
+
+def new_drafter(config: DraftConfig, seed: int) -> Drafter:
+    """A freshly initialised drafter, equal for equal seeds.
+
+    Linear and embedding weights are normal with the target's deviation, norms are one and biases zero; W2 starts at
+    zero, so that the drafter begins as its own DFlash and the Markov bias grows from the gradient.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        drafter = Drafter(config)
+        for module in drafter.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=config.init_std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        if drafter.markov_head is not None:
+            nn.init.zeros_(drafter.markov_head.markov_w2.weight)
+    return drafter

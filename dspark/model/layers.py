@@ -1,0 +1,149 @@
+"""The draft layer: a pre-norm transformer block whose keys and values come from the context and from the block.
+
+Shape suffixes: B batch, Q block positions (A blocks of K slots), S context positions, N heads, G key/value heads,
+D head width, H hidden width.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from dspark.errors import InputError
+from dspark.model.config import DraftConfig
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in fp32 whatever the input's dtype."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class Rotary(NamedTuple):
+    """Cosine and sine tables [B, positions, D], always fp32."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, x_BNQD: Tensor) -> Tensor:
+        """Rotates queries or keys [B, heads, positions, D]; the product is fp32, the result has x's dtype."""
+        x = x_BNQD.float()
+        left, right = x.chunk(2, dim=-1)
+        turned = torch.cat((-right, left), dim=-1)
+        return (x * self.cos.unsqueeze(1) + turned * self.sin.unsqueeze(1)).to(x_BNQD.dtype)
+
+
+class RotaryTable:
+    """Rotary frequencies of a drafter: plain fp32 tensors, so that no cast of the module can round them."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        kind = config.rope["rope_type"]
+        self.scaling = 1.0
+        if kind == "default":
+            exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+            self.frequencies = 1.0 / (config.rope["rope_theta"] ** exponents)
+        elif kind in ("linear", "llama3", "yarn"):
+            self.frequencies, self.scaling = ROPE_INIT_FUNCTIONS[kind](_RopeSource(config))
+        else:
+            raise InputError(f"rope_type {kind!r} changes with the length of the text and is not supported")
+
+    def at(self, positions_BQ: Tensor) -> Rotary:
+        """Tables for integer positions [B, Q]."""
+        angles = positions_BQ[..., None].float() * self.frequencies.to(positions_BQ.device)
+        both = torch.cat((angles, angles), dim=-1)
+        return Rotary(both.cos() * self.scaling, both.sin() * self.scaling)
+
+
+class _RopeSource:
+    """The attributes of a transformers configuration that its rope functions read."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        self.rope_parameters: dict[str, Any] = config.rope
+        self.head_dim = config.head_dim
+        self.hidden_size = config.hidden
+        self.num_attention_heads = config.heads
+        self.max_position_embeddings = config.max_positions
+
+    def standardize_rope_params(self) -> None:
+        """transformers calls this first; our parameters come from a configuration that has done it."""
+
+
+class KeyValues(NamedTuple):
+    """Rotated keys and values [B, G, positions, D] of one draft layer."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class DraftAttention(nn.Module):
+    """Block queries over context keys (prefix only) and the keys of their own block."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(config.hidden, config.heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+
+    def key_values(self, x_BSH: Tensor, rotary: Rotary) -> KeyValues:
+        """Keys and values of context features or of block states."""
+        keys = rotary(self.k_norm(self._heads(self.k_proj(x_BSH))).transpose(1, 2))
+        return KeyValues(keys, self._heads(self.v_proj(x_BSH)).transpose(1, 2))
+
+    def forward(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues, visible_B1QM: Tensor) -> Tensor:
+        queries = rotary(self.q_norm(self._heads(self.q_proj(x_BQH))).transpose(1, 2))
+        own = self.key_values(x_BQH, rotary)
+        mixed = F.scaled_dot_product_attention(
+            queries,
+            torch.cat((context.keys, own.keys), dim=2),
+            torch.cat((context.values, own.values), dim=2),
+            attn_mask=visible_B1QM,
+            enable_gqa=True,
+        )
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+class GatedMlp(nn.Module):
+    """down(act(gate x) * up x)."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
+        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
+        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=False)
+        self.activation = ACT2FN[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)) (design section 4)."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config)
+        self.mlp = GatedMlp(config)
+        self.input_layernorm = RMSNorm(config.hidden, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_eps)
+
+    def forward(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues, visible_B1QM: Tensor) -> Tensor:
+        x = x_BQH + self.self_attn(self.input_layernorm(x_BQH), rotary, context, visible_B1QM)
+        return x + self.mlp(self.post_attention_layernorm(x))

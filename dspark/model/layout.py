@@ -1,0 +1,192 @@
+"""config.json of a drafter, in the published layout: read strictly, written with every key that engines look for.
+
+The file is the target's text configuration in Qwen3 form, with the drafter's keys beside it.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from transformers import PreTrainedConfig, Qwen3Config
+from transformers.activations import ACT2FN
+
+from dspark.config import Count, Positive, Weight
+from dspark.errors import InputError
+from dspark.model.config import DraftConfig
+from dspark.model.layers import RotaryTable
+
+
+class _Layout(BaseModel):
+    """The keys of config.json that decide what a drafter computes; any others are kept in `model_extra`."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+
+    architectures: tuple[Literal["Qwen3DSparkModel"]]
+    model_type: Literal["qwen3"]
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    vocab_size: Positive
+    hidden_size: Positive
+    intermediate_size: Positive
+    num_attention_heads: Positive
+    num_key_value_heads: Positive
+    head_dim: Positive
+    hidden_act: str
+    attention_bias: Literal[False]
+    rms_norm_eps: Weight
+    initializer_range: Weight
+    max_position_embeddings: Positive
+    rope_parameters: dict[str, Any] | None = None
+    rope_theta: float | None = None
+    rope_scaling: dict[str, Any] | None = None
+    tie_word_embeddings: Literal[False]
+    num_hidden_layers: Positive
+    layer_types: tuple[Literal["full_attention"], ...]
+    num_target_layers: Positive
+    target_layer_ids: Annotated[tuple[Annotated[int, Field(ge=-1)], ...], Field(min_length=1)]
+    block_size: Positive
+    num_anchors: Positive
+    mask_token_id: Count
+    # The published code leaves out what belongs to a head that is not there.
+    markov_rank: Count
+    markov_head_type: Literal["vanilla", "gated", "rnn"] | None = None
+    enable_confidence_head: bool
+    confidence_head_with_markov: bool | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        last = self.num_target_layers - 1
+        faults = {
+            "layer_types": len(self.layer_types) != self.num_hidden_layers
+            and f"{len(self.layer_types)} types for {self.num_hidden_layers} layers",
+            "target_layer_ids": max(self.target_layer_ids) >= last
+            and f"{list(self.target_layer_ids)} must lie in -1..{last - 1}",
+            "mask_token_id": self.mask_token_id >= self.vocab_size
+            and f"{self.mask_token_id} is outside the vocabulary 0..{self.vocab_size - 1}",
+            "num_attention_heads": self.num_attention_heads % self.num_key_value_heads
+            and f"{self.num_attention_heads} is no multiple of num_key_value_heads={self.num_key_value_heads}",
+            "hidden_act": self.hidden_act not in ACT2FN and f"{self.hidden_act!r} is not known",
+            "markov_head_type": self.markov_rank and self.markov_head_type is None and "missing, markov_rank is not 0",
+            "confidence_head_with_markov": self.enable_confidence_head
+            and self.confidence_head_with_markov is None
+            and "missing, enable_confidence_head is true",
+        }
+        if found := [f"{key}: {fault}" for key, fault in faults.items() if fault]:
+            raise ValueError("; ".join(found))
+        return self
+
+
+def config_from_json(values: Mapping[str, Any]) -> DraftConfig:
+    """The drafter that a config.json describes.
+
+    Raises:
+        InputError: names every key that is missing or holds what this project's drafter does not compute.
+    """
+    layout = _read_layout(values)
+    config = DraftConfig(
+        hidden=layout.hidden_size,
+        intermediate=layout.intermediate_size,
+        heads=layout.num_attention_heads,
+        kv_heads=layout.num_key_value_heads,
+        head_dim=layout.head_dim,
+        vocab=layout.vocab_size,
+        norm_eps=layout.rms_norm_eps,
+        max_positions=layout.max_position_embeddings,
+        rope=_rope(layout),
+        target_layers=layout.num_target_layers,
+        layers=layout.num_hidden_layers,
+        block=layout.block_size,
+        taps=layout.target_layer_ids,
+        mask_token_id=layout.mask_token_id,
+        markov_rank=layout.markov_rank,
+        markov_head=layout.markov_head_type or "vanilla",
+        confidence=layout.enable_confidence_head,
+        # Without a Markov head there is no embedding that the confidence head could read.
+        confidence_with_markov=bool(
+            layout.enable_confidence_head and layout.confidence_head_with_markov and layout.markov_rank
+        ),
+        activation=layout.hidden_act,
+        init_std=layout.initializer_range,
+    )
+    try:
+        RotaryTable(config)
+    except (KeyError, TypeError) as error:
+        raise InputError(f"rope_parameters: {config.rope} lacks a key or has a wrong value: {error}") from error
+    return config
+
+
+def config_to_json(
+    config: DraftConfig, target_config: PreTrainedConfig, anchors: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """config.json of a drafter: the target's text configuration in Qwen3 form, and the drafter's keys."""
+    base = Qwen3Config(
+        vocab_size=config.vocab,
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        hidden_act=config.activation,
+        max_position_embeddings=config.max_positions,
+        initializer_range=config.init_std,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters=dict(config.rope),
+        layer_types=["full_attention"] * config.layers,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        bos_token_id=target_config.bos_token_id,
+        eos_token_id=target_config.eos_token_id,
+        pad_token_id=target_config.pad_token_id,
+    )
+    scaling = {key: value for key, value in config.rope.items() if key != "rope_theta"}
+    return base.to_diff_dict() | {
+        "architectures": ["Qwen3DSparkModel"],
+        "dtype": dtype_name(dtype),
+        # Engines read the one schema of rotary parameters or the other.
+        "rope_parameters": dict(config.rope),
+        "rope_theta": config.rope["rope_theta"],
+        "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
+        "num_target_layers": config.target_layers,
+        "target_layer_ids": list(config.taps),
+        "block_size": config.block,
+        "num_anchors": anchors,
+        "mask_token_id": config.mask_token_id,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": config.markov_head,
+        "enable_confidence_head": config.confidence,
+        "confidence_head_with_markov": config.confidence_with_markov,
+    }
+
+
+def extra_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json holds beyond the layout, such as `dspark`."""
+    known = _Layout.model_fields.keys() | Qwen3Config().to_dict().keys()
+    return {key: value for key, value in values.items() if key not in known}
+
+
+def _read_layout(values: Mapping[str, Any]) -> _Layout:
+    try:
+        # JSON is the strict mode that takes a list for a tuple.
+        return _Layout.model_validate_json(json.dumps(dict(values)))
+    except ValidationError as error:
+        faults = [(".".join(map(str, fault["loc"])), fault["msg"]) for fault in error.errors(include_url=False)]
+        raise InputError("; ".join(f"{key}: {text}" if key else text for key, text in faults)) from None
+
+
+def _rope(layout: _Layout) -> dict[str, Any]:
+    """Rotary parameters from whichever schema the file has. The base never falls back to a default."""
+    rope = dict(layout.rope_parameters or layout.rope_scaling or {})
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    theta = rope.setdefault("rope_theta", layout.rope_theta)
+    if not isinstance(theta, int | float) or theta <= 0:
+        raise InputError(f"rope_theta: found {theta!r} in rope_parameters and at the top, needed a positive number")
+    if layout.rope_theta not in (None, theta):
+        raise InputError(f"rope_theta={layout.rope_theta} contradicts rope_parameters, which says {theta}")
+    return rope
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name by which config.json calls a type: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")

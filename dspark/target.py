@@ -1,0 +1,222 @@
+"""The target model: frozen, evaluated by one function for training data and for decoding alike.
+
+Tap k is the output of decoder block k (0-based, before any norm), -1 the embedding output; `final` is the state after
+the last norm, so that `vocabulary.logits(final)` are the target's logits. Shape suffixes: B rows, Q positions of this
+call, M cached positions, L taps, H hidden width.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from dspark import quickstart
+from dspark.config import TargetSettings
+from dspark.errors import InputError
+from dspark.model.families import family_of
+from dspark.model.vocabulary import Vocabulary
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class TargetStates(NamedTuple):
+    """Concatenated taps [B, Q, L*H] in the order asked for, and normed last states [B, Q, H]."""
+
+    taps: Tensor
+    final: Tensor
+
+
+class Target:
+    """A target model in memory, frozen and in evaluation mode."""
+
+    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, revision: str, fingerprint: str):
+        self.config: Any = model.config
+        self.family = family_of(self.config)
+        self.model = model.eval().requires_grad_(False)
+        self.decoder: Any = model.get_submodule(self.family.decoder)
+        self.tokenizer, self.name, self.revision, self.fingerprint = tokenizer, name, revision, fingerprint
+        self.vocabulary = Vocabulary(
+            self.decoder.embed_tokens.weight.detach(), model.get_submodule(self.family.head).weight.detach()
+        )
+        self.stop_ids = _stop_ids(model, tokenizer)
+
+    @property
+    def device(self) -> torch.device:
+        return self.vocabulary.head_VH.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.vocabulary.head_VH.dtype
+
+    @property
+    def hidden(self) -> int:
+        """Hidden width H."""
+        return int(self.config.hidden_size)
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder blocks; valid taps are -1 .. layers-2."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, rows of the head."""
+        return int(self.vocabulary.head_VH.shape[0])
+
+    @torch.inference_mode()
+    def states(
+        self,
+        input_ids_BQ: Tensor,
+        taps: Sequence[int],
+        positions_BQ: Tensor | None = None,
+        visible_B1QM: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> TargetStates:
+        """One forward without the head. Without `visible` attention is causal over these positions.
+
+        Rows of unequal length are padded at the end; states of padding are meaningless and never read by real tokens.
+        """
+        held: dict[int, Tensor] = {}
+        hooks = [self._tap_source(tap).register_forward_hook(_keeper(held, tap)) for tap in set(taps)]
+        try:
+            output = self.decoder(
+                input_ids=input_ids_BQ,
+                position_ids=positions_BQ,
+                attention_mask=visible_B1QM,
+                cache=cache,
+                use_cache=cache is not None,
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        final = output.last_hidden_state
+        joined = torch.cat([held[tap] for tap in taps], dim=-1) if taps else final[..., :0]
+        return TargetStates(joined, final)
+
+    def _tap_source(self, tap: int) -> nn.Module:
+        module: nn.Module = self.decoder.embed_tokens if tap == -1 else self.decoder.layers[tap]
+        return module
+
+
+def _keeper(held: dict[int, Tensor], tap: int) -> Any:
+    def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        held[tap] = output[0] if isinstance(output, tuple) else output
+
+    return keep
+
+
+def _stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every id that ends a text: the generation configuration's and the tokenizer's end tokens."""
+    named = [model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id]
+    flat = [token for ids in named for token in (ids if isinstance(ids, list) else [ids])]
+    return frozenset(token for token in flat if token is not None)
+
+
+def resolve(settings: TargetSettings) -> Path:
+    """The folder to load from: a local one, the quickstart's dense copy, or the local snapshot of a hub id.
+
+    Raises:
+        InputError: no such folder, and no hub id that is cached or can be reached.
+    """
+    if settings.model == quickstart.NAME:
+        return quickstart.ensure_dense_copy()
+    path = Path(settings.model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    try:
+        kept = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+        return Path(snapshot_download(settings.model, revision=settings.revision, allow_patterns=kept))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"target.model={settings.model!r} is neither a folder nor a hub id that is cached or can be reached "
+            f"({type(error).__name__}): give a folder with config.json, safetensors and a tokenizer"
+        ) from error
+
+
+def _load(kind: Any, settings: TargetSettings, **options: Any) -> Any:
+    folder = resolve(settings)
+    try:
+        return kind.from_pretrained(folder, local_files_only=True, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"target.model={settings.model!r} could not be loaded from {folder}: {str(error).splitlines()[0]} "
+            f"(needed: config.json, safetensors and a tokenizer of a supported family)"
+        ) from error
+
+
+def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
+    """The target's tokenizer alone."""
+    tokenizer: PreTrainedTokenizerBase = _load(AutoTokenizer, settings)
+    return tokenizer
+
+
+def load_config(settings: TargetSettings) -> Any:
+    """The target's text configuration alone; refuses an unsupported family before any weight is read."""
+    config = _load(AutoConfig, settings)
+    family_of(config)
+    return config
+
+
+def load_target(settings: TargetSettings, device: torch.device | None = None) -> Target:
+    """Loads a target, frozen, on `device` (default: CUDA where there is one).
+
+    Raises:
+        InputError: unsupported family, or files that cannot be loaded.
+    """
+    load_config(settings)
+    transformers_logging.disable_progress_bar()
+    device = device or default_device()
+    model = _load(AutoModelForCausalLM, settings, dtype=DTYPES[settings.dtype], attn_implementation="sdpa")
+    mark = fingerprint(resolve(settings))
+    return Target(model.to(device), load_tokenizer(settings), settings.model, settings.revision or "main", mark)
+
+
+def load_vocabulary(settings: TargetSettings, device: torch.device, dtype: torch.dtype) -> Vocabulary:
+    """Embedding and head of a target, without reading its other weights.
+
+    Raises:
+        InputError: the files hold no such tensors.
+    """
+    config, folder = load_config(settings), resolve(settings)
+    family = family_of(config)
+    wanted = {f"{family.decoder}.embed_tokens.weight": "embedding", f"{family.head}.weight": "head"}
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in wanted.keys() & set(tensors.keys()):
+                found[wanted[name]] = tensors.get_tensor(name).to(device=device, dtype=dtype)
+    if config.tie_word_embeddings and "embedding" in found:
+        found["head"] = found["embedding"]
+    if missing := {"embedding", "head"} - found.keys():
+        raise InputError(f"target {settings.model!r} in {folder} lacks its {' and '.join(sorted(missing))} tensor")
+    return Vocabulary(found["embedding"], found["head"])
+
+
+def default_device() -> torch.device:
+    """CUDA where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def fingerprint(folder: Path) -> str:
+    """Hash of a target's weights: name, shape and the edge rows of every tensor in the folder's safetensors files.
+
+    Independent of the folder's place, of time stamps and of the compute dtype.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in sorted(tensors.keys()):
+                rows = tensors.get_slice(name)
+                shape = rows.get_shape()
+                digest.update(json.dumps([name, shape]).encode())
+                for edge in (rows[:2], rows[-2:]) if shape else (rows[...],):
+                    digest.update(edge.float().numpy().tobytes())
+    return digest.hexdigest()[:32]

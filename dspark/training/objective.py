@@ -1,0 +1,167 @@
+"""The DSpark objective over the supervised slots of a batch (paper section 3.3, equations 8 to 12).
+
+Nothing here reduces over ranks, logs or synchronises: sums and weights are returned, the caller divides.
+Shape suffixes: B batch, A blocks, K slots, N supervised slots of the batch, V vocabulary, H hidden, S context, r rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark.config import LossSettings
+from dspark.model.drafter import Drafter
+from dspark.model.vocabulary import Vocabulary
+from dspark.training.batch import Batch
+from dspark.training.blocks import Blocks, block_inputs, visibility
+from dspark.training.means import Mean, Means, weighted_mean
+
+
+@dataclass(frozen=True)
+class DraftOutput:
+    """What the drafter says of a batch's blocks. Slots that are not supervised are computed but mean nothing."""
+
+    hidden_BAKH: Tensor
+    features_BAKr: Tensor | None  # input of the Markov bias; None without a Markov head
+    confidence_BAK: Tensor | None  # logits, fp32
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One micro-batch: the loss to differentiate, and every metric as (sum, weight)."""
+
+    loss: Tensor
+    means: Means
+
+
+def run_drafter(drafter: Drafter, vocabulary: Vocabulary, batch: Batch, blocks: Blocks) -> DraftOutput:
+    """One parallel pass over all blocks of the batch, teacher-forced."""
+    context = drafter.context(_seen_taps(batch, blocks), batch.positions_BS)
+    hidden_BQH = drafter(
+        vocabulary.embed(block_inputs(blocks, drafter.config.mask_token_id)),
+        blocks.positions_BAK.flatten(1),
+        context,
+        visibility(blocks, batch.input_ids_BS.shape[1]),
+    )
+    hidden_BAKH = hidden_BQH.unflatten(1, (-1, blocks.block))
+    embedded, features = None, None
+    if drafter.markov_head is not None:
+        embedded = drafter.markov_head.embed(blocks.previous_BAK)
+        features = drafter.markov_head.block_features(embedded, hidden_BAKH)
+    confidence = None
+    if drafter.confidence_head is not None:
+        confidence = drafter.confidence_head(hidden_BAKH, embedded).float()
+    return DraftOutput(hidden_BAKH, features, confidence)
+
+
+def _seen_taps(batch: Batch, blocks: Blocks) -> Tensor:
+    """Taps [B, S, L*H] with zeros from each row's last anchor on, where no block looks.
+
+    A hidden value that is not a number would pass the attention mask all the same: 0 x NaN is NaN.
+    """
+    last_B1 = torch.where(blocks.keep_BA, blocks.anchors_BA, 0).amax(dim=1, keepdim=True)
+    return batch.taps_BSLH.masked_fill((batch.positions_BS >= last_B1)[..., None], 0)
+
+
+def draft_logits(drafter: Drafter, vocabulary: Vocabulary, output: DraftOutput, slots: Tensor) -> Tensor:
+    """Draft logits [N, V] in fp32 of the slots selected by the mask `slots` [B, A, K]."""
+    logits_NV = vocabulary.logits(output.hidden_BAKH[slots]).float()
+    if drafter.markov_head is not None:
+        assert output.features_BAKr is not None
+        logits_NV = logits_NV + drafter.markov_head.bias(output.features_BAKr[slots]).float()
+    return logits_NV
+
+
+def target_logits(vocabulary: Vocabulary, batch: Batch, blocks: Blocks, slots: Tensor) -> Tensor:
+    """The target's logits [N, V] in fp32 for the tokens that the selected slots predict: row a+k of `final`."""
+    rows_N = torch.arange(len(slots), device=slots.device)[:, None, None].expand_as(slots)[slots]
+    return vocabulary.logits(batch.final_BSH[rows_N, blocks.positions_BAK[slots]]).float()
+
+
+def step_weight(blocks: Blocks) -> Tensor:
+    """Sum of the slot weights: this batch's part of the denominator, known before any forward."""
+    return blocks.weights_BAK.sum()
+
+
+class DraftObjective(nn.Module):
+    """The drafter with its loss as one module, the unit that a training engine wraps."""
+
+    def __init__(self, drafter: Drafter, settings: LossSettings) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.settings = settings
+
+    def forward(self, vocabulary: Vocabulary, batch: Batch, blocks: Blocks, denominator: Tensor) -> Objective:
+        """Loss = (ce sum + l1 sum + confidence sum, each times its setting) / denominator.
+
+        `denominator` is the sum of slot weights that the caller chose (design section 4: over the whole step).
+        """
+        output = run_drafter(self.drafter, vocabulary, batch, blocks)
+        slots = blocks.valid_BAK
+        logits_NV = draft_logits(self.drafter, vocabulary, output, slots)
+        with torch.no_grad():
+            target_NV = target_logits(vocabulary, batch, blocks, slots)
+            target_probs_NV = target_NV.softmax(-1)
+        weights_N = blocks.weights_BAK[slots]
+        ce_N = F.cross_entropy(logits_NV, blocks.labels_BAK[slots], reduction="none")
+        l1_N = (logits_NV.softmax(-1) - target_probs_NV).abs().sum(-1)
+        accept_N = (1 - l1_N.detach() / 2).clamp(0, 1)
+        terms = {"ce": ce_N, "l1": l1_N}
+        if output.confidence_BAK is not None:
+            terms["confidence"] = F.binary_cross_entropy_with_logits(
+                output.confidence_BAK[slots], accept_N, reduction="none"
+            )
+        loss_N = sum(getattr(self.settings, name) * term for name, term in terms.items())
+        assert isinstance(loss_N, Tensor)
+        # An empty sum keeps the graph, so a batch without anchors still gives every parameter a (zero) gradient.
+        loss = (loss_N * weights_N).sum() / denominator.clamp(min=1e-9)
+        means = {f"loss_{name}": weighted_mean(term, weights_N) for name, term in terms.items()}
+        with torch.no_grad():
+            means["loss"] = weighted_mean(loss_N, weights_N)
+            greedy_N = logits_NV.argmax(-1) == target_NV.argmax(-1)
+            means |= acceptance_means(blocks, accept_N, greedy_N)
+            if output.confidence_BAK is not None:
+                means |= confidence_means(blocks, output.confidence_BAK, accept_N)
+        return Objective(loss, means)
+
+
+def acceptance_means(blocks: Blocks, accept_N: Tensor, greedy_N: Tensor) -> Means:
+    """Acceptance by slot, expected tokens per round (tau, probabilistic and greedy), and how the blocks are filled."""
+    valid_BAK = blocks.valid_BAK
+    accept_BAK = _scatter(valid_BAK, accept_N)
+    greedy_BAK = _scatter(valid_BAK, greedy_N.float())
+    means: Means = {
+        f"accept_rate_{slot}": weighted_mean(accept_BAK[..., slot], valid_BAK[..., slot])
+        for slot in range(blocks.block)
+    }
+    started_BA = valid_BAK[..., 0]
+    means["tau_probabilistic"] = weighted_mean(1 + accept_BAK.cumprod(-1).sum(-1), started_BA)
+    means["tau_greedy"] = weighted_mean(1 + greedy_BAK.cumprod(-1).sum(-1), started_BA)
+    means["supervised_per_block"] = weighted_mean(valid_BAK.float().sum(-1), started_BA)
+    return means
+
+
+def confidence_means(blocks: Blocks, confidence_BAK: Tensor, accept_N: Tensor) -> Means:
+    """Absolute error and bias of the confidence, weighted like the loss; bias of its running product over valid slots."""
+    valid_BAK = blocks.valid_BAK
+    predicted_BAK = confidence_BAK.sigmoid()
+    accept_BAK = _scatter(valid_BAK, accept_N)
+    error_BAK = predicted_BAK - accept_BAK
+    masked_BAK = torch.where(valid_BAK, predicted_BAK, 0)
+    product_error_BAK = masked_BAK.cumprod(-1) - accept_BAK.cumprod(-1)
+    return {
+        "confidence_abs_error": weighted_mean(error_BAK.abs(), blocks.weights_BAK),
+        "confidence_bias": weighted_mean(error_BAK, blocks.weights_BAK),
+        "confidence_cumulative_bias": weighted_mean(product_error_BAK, valid_BAK),
+    }
+
+
+def _scatter(slots_BAK: Tensor, values_N: Tensor) -> Tensor:
+    """Values of the selected slots at their places, zero elsewhere."""
+    placed = torch.zeros(slots_BAK.shape, device=values_N.device, dtype=values_N.dtype)
+    placed[slots_BAK] = values_N
+    return placed
+
+
+__all__ = ["DraftObjective", "DraftOutput", "Mean", "Objective", "draft_logits", "run_drafter", "step_weight", "target_logits"]

@@ -1,0 +1,81 @@
+"""A run on disk: its folder, its settings, its MLflow run, and how it is found again."""
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from actors.tracking import Tracker
+from dspark.config import Settings, dotted
+from dspark.errors import InputError
+from jobs.config import dump_settings
+
+_RECORD = "run.json"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An open run. `folder` is absolute: workers run elsewhere."""
+
+    settings: Settings
+    folder: Path
+    tracker: Tracker
+    resumed: bool
+
+    @property
+    def checkpoints(self) -> Path:
+        """Ray Train's storage of this run."""
+        return self.folder / "train"
+
+    @property
+    def drafter(self) -> Path:
+        """The finished drafter in the published layout."""
+        return self.folder / "drafter"
+
+
+def open_experiment(settings: Settings, resume: Path | None) -> Experiment:
+    """A new run folder `output/name-time`, or the one to resume; `output/latest` points to it.
+
+    Raises:
+        InputError: the folder to resume is no run of this project, or the output folder cannot be written.
+    """
+    output = settings.output.resolve()
+    if resume is not None:
+        folder = resume.resolve()
+        if not (folder / _RECORD).is_file():
+            raise InputError(f"--resume {resume}: no {_RECORD} there, so it is no run folder: name one under {output}")
+        run_id = json.loads((folder / _RECORD).read_text())["mlflow_run_id"]
+    else:
+        folder, run_id = _new_folder(output, settings.name), None
+    tracker = Tracker(settings.tracking, output, folder.name, run_id)
+    (folder / "settings.yaml").write_text(dump_settings(settings))
+    (folder / _RECORD).write_text(json.dumps({"mlflow_run_id": tracker.run_id, "mlflow_uri": tracker.uri}, indent=1))
+    if resume is None:
+        tracker.params(dotted(yaml.safe_load(dump_settings(settings))))
+    _point(output / "latest", folder)
+    return Experiment(settings, folder, tracker, resume is not None)
+
+
+def _new_folder(output: Path, name: str) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    try:
+        for attempt in range(100):
+            folder = output / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
+            try:
+                folder.mkdir(parents=True)
+                return folder
+            except FileExistsError:
+                continue
+    except OSError as error:
+        raise InputError(f"output={output} cannot be written ({error.strerror}): choose another folder") from error
+    raise InputError(f"output={output} already holds a hundred runs of this second")
+
+
+def _point(link: Path, folder: Path) -> None:
+    """Makes `link` point to `folder`, atomically."""
+    fresh = link.with_name(f".{link.name}-{os.getpid()}")
+    fresh.symlink_to(folder.name if folder.parent == link.parent else folder)
+    fresh.replace(link)

@@ -1,0 +1,162 @@
+"""Online training: target actors stream captured rows to Ray Train workers; the driver follows and keeps the records."""
+
+import json
+import threading
+from dataclasses import dataclass
+from queue import Empty
+from typing import Any
+
+import ray
+import torch
+from ray.train import CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from ray.util.queue import Queue
+from rich.console import Console
+from safetensors.torch import load_file
+
+from actors.checkpoints import DRAFTER, finished_steps, newest_checkpoint
+from actors.pipelines import capture_options, captured_steps
+from actors.task import TrainTask
+from actors.trainer import train_rank
+from dspark.config import Settings
+from dspark.errors import InputError
+from dspark.model.checkpoints import save_drafter
+from dspark.target import DTYPES, load_config, load_vocabulary
+from jobs.experiment import Experiment
+from jobs.progress import Stage, stage, training_note
+from jobs.rows import Rows
+
+HISTORY = "history.jsonl"
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A trained drafter: where it lies is the experiment's `drafter`; its records, one per logged step."""
+
+    steps: int
+    history: list[dict[str, float]]
+
+
+def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
+    """Trains to the end of the plan, from the newest checkpoint if the run has one, and writes the drafter.
+
+    Raises:
+        InputError: a checkpoint of other settings, or the first cause of a failure that a setting can mend.
+    """
+    settings, plan = experiment.settings, rows.plan
+    storage = experiment.checkpoints
+    queue = Queue(actor_options={"num_cpus": 0})
+    task = TrainTask(settings, rows.draft, plan, rows.sample_ids, rows.origin, queue)
+    table = [ray.put(rows.table)]
+
+    def dataset() -> ray.data.Dataset:
+        """Ray Train calls this whenever it starts the workers, so a restart streams only what is still to be trained."""
+        return captured_steps(settings, plan, rows.origin, table, finished_steps(newest_checkpoint(storage)))
+
+    trainer = TorchTrainer(
+        train_rank,
+        train_loop_config=task,
+        scaling_config=ScalingConfig(
+            num_workers=settings.train.workers,
+            use_gpu=settings.train.gpus > 0,
+            resources_per_worker={"CPU": settings.train.cpus, "GPU": settings.train.gpus},
+        ),
+        run_config=RunConfig(
+            name=storage.name,
+            storage_path=str(storage.parent),
+            failure_config=FailureConfig(max_failures=settings.train.max_failures),
+            checkpoint_config=CheckpointConfig(num_to_keep=settings.train.keep_checkpoints),
+        ),
+        datasets={"steps": dataset},
+        dataset_config=DataConfig(execution_options=capture_options(settings), enable_shard_locality=False),
+    )
+    done = finished_steps(newest_checkpoint(storage))
+    with stage(console, "train", plan.steps) as bar, Records(experiment, queue, bar, done) as records:
+        trainer.fit()
+    if records.error is not None:
+        raise InputError(records.error)
+    _export(experiment, rows)
+    return Fitted(plan.steps, records.history)
+
+
+class Records:
+    """Takes records from rank 0 while training runs: shows them, writes them to MLflow and to `history.jsonl`."""
+
+    def __init__(self, experiment: Experiment, queue: Queue, bar: Stage, done: int) -> None:
+        self.experiment, self.queue, self.bar = experiment, queue, bar
+        self.path = experiment.folder / HISTORY
+        # Records after the checkpoint that is resumed were made by steps that are made again.
+        self.history: list[dict[str, float]] = [entry for entry in _read(self.path) if entry["step"] <= done]
+        self.path.write_text("".join(json.dumps(entry) + "\n" for entry in self.history))
+        self.error: str | None = None
+        self.finished = threading.Event()
+        self.thread = threading.Thread(target=self._follow, name="records", daemon=True)
+
+    def __enter__(self) -> "Records":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.finished.set()
+        self.thread.join(timeout=30)
+
+    def _follow(self) -> None:
+        last = False
+        while not last:
+            last = self.finished.is_set()
+            try:
+                self._take([self.queue.get(timeout=0.5)])
+            except Empty:
+                continue
+
+    def _take(self, records: list[dict[str, Any]]) -> None:
+        records += self.queue.get_nowait_batch(self.queue.qsize())
+        if errors := [entry for entry in records if "error" in entry]:
+            self.error = str(errors[0]["error"])
+            return
+        # A restarted trainer group repeats the steps after its checkpoint; the later record holds.
+        first = min(int(entry["step"]) for entry in records)
+        self.history = [entry for entry in self.history if entry["step"] < first] + records
+        with self.path.open("a") as file:
+            file.writelines(json.dumps(entry) + "\n" for entry in records)
+        self.experiment.tracker.records(records)
+        self.bar.update(int(records[-1]["step"]), training_note(records[-1]))
+
+
+def _read(path: Any) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _export(experiment: Experiment, rows: Rows) -> None:
+    """Writes the last checkpoint's drafter with the target's embedding and head, in the published layout."""
+    settings = experiment.settings
+    dtype = DTYPES[settings.train.precision]
+    checkpoint = newest_checkpoint(experiment.checkpoints)
+    if checkpoint is None or finished_steps(checkpoint) != rows.plan.steps:
+        raise RuntimeError(f"training ended without a checkpoint of step {rows.plan.steps} in {experiment.checkpoints}")
+    with checkpoint.as_directory() as folder:
+        state = load_file(f"{folder}/{DRAFTER}")
+    if not experiment.drafter.exists():
+        save_drafter(
+            experiment.drafter,
+            state,
+            rows.draft,
+            load_vocabulary(settings.target, torch.device("cpu"), dtype),
+            load_config(settings.target),
+            settings.train.anchors,
+            dtype,
+            drafter_facts(settings, rows),
+        )
+
+
+def drafter_facts(settings: Settings, rows: Rows) -> dict[str, Any]:
+    """What a drafter's folder says of its making, beyond the published keys."""
+    return {
+        "target": {"name": rows.origin.target, "revision": rows.origin.revision, "fingerprint": rows.origin.fingerprint},
+        "render": rows.origin.render,
+        "rows": rows.table.num_rows,
+        "plan": rows.plan.identity,
+        "steps": rows.plan.steps,
+        "loss": settings.loss.model_dump(mode="json"),
+        "seed": settings.seed,
+    }

@@ -1,0 +1,50 @@
+"""Progress that a person can read: bars that move in a terminal, a line now and then elsewhere."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+# Where no terminal shows a moving bar, a line is printed each time this share of the work is done.
+_LINE_SHARE = 0.1
+
+
+class Stage:
+    """One stage of a job with a known amount of work."""
+
+    def __init__(self, console: Console, bar: Progress, name: str, total: int) -> None:
+        self.console, self.bar, self.name, self.total = console, bar, name, total
+        self.task = bar.add_task(name, total=total, note="")
+        self.printed = 0.0
+
+    def update(self, done: int, note: str = "") -> None:
+        """Shows that `done` of the total is finished; `note` is the live line beside the bar."""
+        self.bar.update(self.task, completed=done, note=note)
+        share = done / max(1, self.total)
+        if not self.console.is_terminal and (share - self.printed >= _LINE_SHARE or done == self.total):
+            self.printed = share
+            self.console.print(f"{self.name} {done}/{self.total}  {note}")
+
+
+@contextmanager
+def stage(console: Console, name: str, total: int) -> Iterator[Stage]:
+    """A stage whose bar stays on the screen when it is finished."""
+    bar = Progress(
+        TextColumn("[bold]{task.description:<9}"),
+        BarColumn(bar_width=28),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        yield Stage(console, bar, name, total)
+
+
+def training_note(record: Mapping[str, float]) -> str:
+    """Loss, tau and tokens per second of a training record."""
+    shown = (("loss", "loss", ".3f"), ("tau", "tau_probabilistic", ".3f"), ("tok/s", "tokens_per_second", ",.0f"))
+    return "  ".join(f"{label} {record[key]:{form}}" for label, key, form in shown if key in record)

@@ -1,0 +1,101 @@
+"""The Ray that a command runs on: a local one for this job, or a cluster that is joined."""
+
+import logging
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import ray
+from ray.data import DataContext
+
+from dspark.config import Settings
+from dspark.errors import InputError
+
+# Ray Data's own tasks (re-cutting blocks) run beside the actors and need room of their own.
+_DATA_CPUS = 2
+
+
+def needed_cpus(settings: Settings) -> float:
+    """Logical CPUs that the job books at its widest, over training and evaluation."""
+    targets, train, evaluate = settings.targets, settings.train, settings.evaluate
+    training = train.workers * train.cpus + (targets.max_actors or targets.actors) * targets.cpus
+    return max(training, evaluate.actors * evaluate.cpus) + _DATA_CPUS
+
+
+def needed_gpus(settings: Settings) -> float:
+    """GPUs that the job books at its widest."""
+    targets, train, evaluate = settings.targets, settings.train, settings.evaluate
+    training = train.workers * train.gpus + (targets.max_actors or targets.actors) * targets.gpus
+    return max(training, evaluate.actors * evaluate.gpus)
+
+
+@contextmanager
+def ray_session(settings: Settings) -> Iterator[None]:
+    """Ray for the length of a command; one that the process has already joined is used as it is and left alone.
+
+    Raises:
+        InputError: the cluster cannot be reached or is too small, or the dashboard's port is taken.
+    """
+    mine = not ray.is_initialized()
+    if mine:
+        _start(settings)
+    context = DataContext.get_current()
+    bars = context.enable_progress_bars
+    context.enable_progress_bars = False  # the commands show their own, one for the whole stage
+    try:
+        _check_room(settings, ray.cluster_resources())
+        yield
+    finally:
+        context.enable_progress_bars = bars
+        if mine:
+            ray.shutdown()
+
+
+def _start(settings: Settings) -> None:
+    wanted = settings.ray
+    for name in ("ray.data", "ray.train"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    if wanted.address == "local":
+        if wanted.dashboard_port is not None:
+            _check_port(wanted.dashboard_port)
+        # A Ray of this machine alone, on loopback: nobody else can reach it, so no token is made.
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        ray.init(
+            address="local",
+            num_cpus=int(-(-needed_cpus(settings) // 1)),
+            object_store_memory=wanted.object_store_mb * 2**20,
+            include_dashboard=wanted.dashboard_port is not None,
+            dashboard_host="127.0.0.1",
+            dashboard_port=wanted.dashboard_port,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+        return
+    try:
+        ray.init(address=wanted.address, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"ray.address={wanted.address!r}: no Ray cluster answers there ({str(error).splitlines()[0]}). Start one with "
+            "`ray start --head`, correct the address, or set ray.address=local"
+        ) from error
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise InputError(
+                f"ray.dashboard_port={port} is in use on this machine: choose another, or null for no dashboard"
+            ) from error
+
+
+def _check_room(settings: Settings, found: Mapping[str, float]) -> None:
+    # Ray would wait for ever for a node that may never join.
+    for resource, needed in (("CPU", needed_cpus(settings)), ("GPU", needed_gpus(settings))):
+        if needed > found.get(resource, 0.0):
+            raise InputError(
+                f"this job books {needed:g} logical {resource}s, the Ray cluster has {found.get(resource, 0):g}: lower "
+                "targets.actors, train.workers or evaluate.actors (or their cpus/gpus), or join a larger cluster"
+            )

@@ -1,0 +1,42 @@
+"""`dspark train`: conversations to a drafter, online, without a cache."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from dspark.config import Settings
+from jobs.config import check_files
+from jobs.experiment import open_experiment
+from jobs.fitting import fit_drafter
+from jobs.preflight import check_machine, print_plan
+from jobs.rows import prepare_rows
+from jobs.session import ray_session
+
+
+def train(settings: Settings, resume: Path | None, dry_run: bool) -> None:
+    """Trains a drafter and leaves it in the run's folder; with `dry_run` only says what would happen."""
+    console = Console()
+    check_files(settings)
+    rows = prepare_rows(settings)
+    print_plan(console, settings, rows)
+    if dry_run:
+        return
+    check_machine(settings, rows)
+    experiment = open_experiment(settings, resume)
+    with experiment.tracker, ray_session(settings):
+        fitted = fit_drafter(experiment, rows, console)
+        experiment.tracker.artifact(experiment.folder / "settings.yaml")
+        console.print(f"{fitted.steps} steps trained; {training_summary(fitted.history)}")
+    console.print(str(experiment.drafter), soft_wrap=True)
+
+
+def training_summary(history: list[dict[str, float]]) -> str:
+    """The last record in words."""
+    last = history[-1]
+    return f"last loss {last['loss']:.4f}, tau {last['tau_probabilistic']:.3f}" if last else "nothing was logged"
+
+
+if __name__ == "__main__":
+    from jobs.cli import command_main
+
+    command_main("train")

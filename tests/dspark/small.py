@@ -1,0 +1,95 @@
+"""Small drafters, vocabularies and batches for tests; every weight is random, so that nothing hides behind a zero."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dspark.model.config import DraftConfig
+from dspark.model.drafter import Drafter
+from dspark.model.vocabulary import Vocabulary
+from dspark.training.batch import Batch
+from dspark.training.blocks import Blocks, make_blocks
+
+SMALL = DraftConfig(
+    hidden=16,
+    intermediate=24,
+    heads=4,
+    kv_heads=2,
+    head_dim=6,
+    vocab=30,
+    norm_eps=1e-6,
+    max_positions=64,
+    rope={"rope_type": "default", "rope_theta": 10000.0},
+    target_layers=6,
+    layers=2,
+    block=3,
+    taps=(-1, 2),
+    mask_token_id=29,
+    markov_rank=5,
+    markov_head="vanilla",
+    confidence=True,
+    confidence_with_markov=True,
+)
+# Every head that a drafter may have.
+HEADS: dict[str, dict[str, Any]] = {
+    "vanilla": {"markov_head": "vanilla"},
+    "gated": {"markov_head": "gated"},
+    "rnn": {"markov_head": "rnn"},
+    "confidence_alone": {"markov_rank": 0, "confidence_with_markov": False},
+    "none": {"markov_rank": 0, "confidence": False, "confidence_with_markov": False},
+}
+
+
+def small_config(head: str = "vanilla", **changes: Any) -> DraftConfig:
+    """A config with one of `HEADS`, and further fields changed."""
+    return replace(SMALL, **{**HEADS[head], **changes})
+
+
+def small_drafter(config: DraftConfig, seed: int = 0) -> Drafter:
+    """A drafter with random weights, norms and biases too."""
+    generator = torch.Generator().manual_seed(seed)
+    drafter = Drafter(config)
+    for parameter in drafter.parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * 0.3
+        parameter.data = noise + (1 if parameter.ndim == 1 else 0)
+    return drafter
+
+
+def small_vocabulary(config: DraftConfig, seed: int = 1) -> Vocabulary:
+    """A random embedding and head."""
+    generator = torch.Generator().manual_seed(seed)
+    embedding, head = torch.randn(2, config.vocab, config.hidden, generator=generator)
+    return Vocabulary(embedding, head)
+
+
+def small_batch(config: DraftConfig, masks: Sequence[Sequence[int]], seed: int = 2) -> Batch:
+    """Random rows with the given loss masks; row i is the same whatever the others are. Shorter rows are padded."""
+    length = max(len(mask) for mask in masks)
+    ids = torch.zeros(len(masks), length, dtype=torch.int64)
+    in_loss = torch.zeros(len(masks), length, dtype=torch.bool)
+    taps = torch.zeros(len(masks), length, len(config.taps) * config.hidden)
+    final = torch.zeros(len(masks), length, config.hidden)
+    for row, mask in enumerate(masks):
+        generator = torch.Generator().manual_seed(seed + 1000 * row)
+        size = len(mask)
+        ids[row, :size] = torch.randint(config.vocab - 1, (size,), generator=generator)
+        in_loss[row, :size] = torch.tensor(mask, dtype=torch.bool)
+        taps[row, :size] = torch.randn(size, taps.shape[-1], generator=generator)
+        final[row, :size] = torch.randn(size, config.hidden, generator=generator)
+    return Batch(ids, in_loss, taps, final)
+
+
+def positions(*rows: Sequence[int]) -> list[NDArray[np.int64]]:
+    """Anchors of each row."""
+    return [np.array(row, dtype=np.int64) for row in rows]
+
+
+def small_blocks(
+    config: DraftConfig, batch: Batch, anchors: Sequence[NDArray[np.int64]], gamma: float | None = 4.0
+) -> Blocks:
+    """Blocks of the config's size."""
+    return make_blocks(batch.input_ids_BS, batch.loss_mask_BS, anchors, config.block, gamma)
