@@ -24,7 +24,7 @@ PROGRESS, DRAFTER, TAG = "progress.json", "drafter.safetensors", "deepspeed"
 
 def save(engine: DeepSpeedEngine, task: TrainTask, step: int) -> None:
     """Saves after `step` optimizer steps; every rank calls it at the same step, between two accumulation windows."""
-    assert engine.micro_steps % task.settings.train.accumulation == 0, "gradients of a half-made step are not part of a checkpoint"
+    assert engine.micro_steps % task.settings.train.accumulation == 0, "a checkpoint holds no half-made step"
     state = whole_state(engine)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -49,7 +49,9 @@ def restore(engine: DeepSpeedEngine, task: TrainTask) -> int:
         check_identity(progress["identity"], json.loads(json.dumps(task.identity)))
         path, _ = engine.load_checkpoint(folder, tag=TAG)
         if path is None:
-            raise InputError(f"checkpoint {checkpoint.path} holds no DeepSpeed state for this rank: start without --resume")
+            raise InputError(
+                f"checkpoint {checkpoint.path} holds no DeepSpeed state for this rank: start without --resume"
+            )
     return int(progress["step"])
 
 

@@ -39,8 +39,8 @@ class EvaluatorActor:
         loaded = load_drafter(task.drafter, self.target.device, DTYPES[task.evaluate.dtype])
         if loaded.config.vocab != self.target.vocab_size or loaded.config.hidden != self.target.hidden:
             raise InputError(
-                f"drafter {task.drafter} has vocabulary {loaded.config.vocab} and width {loaded.config.hidden}, target "
-                f"{task.target.model} has {self.target.vocab_size} and {self.target.hidden}: they do not belong together"
+                f"drafter {task.drafter} has vocabulary {loaded.config.vocab} and width {loaded.config.hidden}, its "
+                f"target {self.target.vocab_size} and {self.target.hidden}: they do not belong together"
             )
         batch = task.evaluate.batch
         self.plain = Engine(self.target, None, batch, task.max_length)

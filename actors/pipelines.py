@@ -27,7 +27,6 @@ def captured_steps(settings: Settings, plan: Plan, origin: Origin, rows: Any, fi
     `rows` is a reference to the table of token rows, in a list so that Ray passes it on unresolved.
     """
     train, pool = settings.train, settings.targets
-    share = train.global_batch // train.workers
     blocks = [
         pa.table({"row": [plan.order[position] for position in window]})
         for window in windows(plan, pool.window_rows, first_step * plan.global_batch)
@@ -43,7 +42,7 @@ def captured_steps(settings: Settings, plan: Plan, origin: Origin, rows: Any, fi
             num_cpus=pool.cpus,
             num_gpus=pool.gpus,
         )
-        .repartition(target_num_rows_per_block=share)
+        .repartition(target_num_rows_per_block=train.share)
     )
 
 
@@ -55,7 +54,9 @@ def capture_options(settings: Settings) -> ExecutionOptions:
     )
 
 
-def evaluated(actor: type, arguments: tuple[Any, ...], batches: Sequence[pa.Table], settings: Settings) -> Iterator[Any]:
+def evaluated(
+    actor: type, arguments: tuple[Any, ...], batches: Sequence[pa.Table], settings: Settings
+) -> Iterator[Any]:
     """Rows that evaluator actors return for batches of prompts, in the order in which they finish."""
     pool = settings.evaluate
     results = ray.data.from_arrow(list(batches)).map_batches(

@@ -22,15 +22,11 @@ class TrainTask:
     origin: Origin
     records: Any  # ray.util.queue.Queue, filled by rank 0 with one dict per logged step
 
-    @property
-    def share(self) -> int:
-        """Rows per rank and optimizer step."""
-        return self.plan.global_batch // self.settings.train.workers
-
     def positions(self, step: int, rank: int) -> range:
         """Plan positions of a rank's rows of a step: equal blocks are dealt to the ranks in turn."""
-        first = step * self.plan.global_batch + rank * self.share
-        return range(first, first + self.share)
+        share = self.settings.train.share
+        first = step * self.plan.global_batch + rank * share
+        return range(first, first + share)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -53,4 +49,3 @@ _TRAIN_KEYS = {
     "workers", "zero_stage", "precision", "global_batch", "micro_batch", "anchors", "lr", "warmup", "betas",
     "weight_decay", "clip",
 }  # fmt: skip
-

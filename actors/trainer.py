@@ -54,9 +54,13 @@ class Clock:
         return now
 
 
-def train_rank(task: TrainTask) -> None:
-    """What a Ray Train worker runs. An error that a restart cannot mend ends the run instead of being raised: every rank
-    meets it at the same place, and rank 0 tells the driver."""
+def train_rank(config: dict[str, TrainTask]) -> None:
+    """What a Ray Train worker runs.
+
+    An error that a restart cannot mend ends the run instead of being raised: every rank meets it at the same place, and
+    rank 0 tells the driver.
+    """
+    task = config["task"]
     try:
         train(task)
     except InputError as error:
@@ -96,7 +100,7 @@ def captured_shares(task: TrainTask, start: int, clock: Clock) -> Iterator[tuple
     remaining = windows(plan, task.settings.targets.window_rows, start * plan.global_batch)
     first = remaining[0].start // plan.global_batch if remaining else plan.steps
     stream = ray.train.get_dataset_shard("steps")
-    tables = iter(stream.iter_batches(batch_size=task.share, batch_format="pyarrow", prefetch_batches=1))
+    tables = iter(stream.iter_batches(batch_size=task.settings.train.share, batch_format="pyarrow", prefetch_batches=1))
     for step in range(first, plan.steps):
         since = time.perf_counter()
         table = next(tables, None)
@@ -129,7 +133,7 @@ def optimizer_step(
         since = time.perf_counter()
         objective = engine(vocabulary, batch, blocks, denominator)
         since = clock.lap("forward", since)
-        engine.backward(objective.loss * backward_scale(settings))
+        engine.backward(objective.loss * backward_scale(settings.train, settings.loss))
         since = clock.lap("backward", since)
         engine.step()
         clock.lap("step", since)
@@ -146,11 +150,15 @@ def record(engine: DeepSpeedEngine, task: TrainTask, done: int, means: list[Mean
         InputError: the loss is not finite; raised on every rank, since all hold the reduced value.
     """
     sums = add_means(means)
-    pairs = torch.cat([stack_means(sums), torch.tensor([[clock.tokens, 1.0]], dtype=torch.float64, device=_device(sums))])
+    pairs = torch.cat(
+        [stack_means(sums), torch.tensor([[clock.tokens, 1.0]], dtype=torch.float64, device=engine.device)]
+    )
     dist.all_reduce(pairs)
     values = values_of([*sums, "tokens"], pairs)
     if not math.isfinite(values.get("loss", 0.0)):
-        raise InputError(f"the loss is {values['loss']} at step {done}: lower train.lr, or look for bad rows in the data")
+        raise InputError(
+            f"the loss is {values['loss']} at step {done}: lower train.lr, or look for bad rows in the data"
+        )
     if dist.get_rank() == 0:
         elapsed = time.perf_counter() - clock.started
         tokens = values.pop("tokens") * dist.get_world_size()
@@ -163,7 +171,3 @@ def record(engine: DeepSpeedEngine, task: TrainTask, done: int, means: list[Mean
             "lr": float(engine.get_lr()[0]),
         }
         task.records.put({"step": done, **values})
-
-
-def _device(means: Means) -> torch.device:
-    return next(iter(means.values())).total.device

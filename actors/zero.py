@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from dspark.config import Settings, TrainSettings
+from dspark.config import LossSettings, TrainSettings
 from dspark.training.objective import DraftObjective
 
 
@@ -57,14 +57,13 @@ def make_engine(objective: DraftObjective, train: TrainSettings, steps: int) -> 
     return engine
 
 
-def backward_scale(settings: Settings) -> int:
+def backward_scale(train: TrainSettings, loss: LossSettings) -> int:
     """What a loss is multiplied with before `engine.backward`, which divides by ranks and by accumulation steps.
 
     Global denominators already span the step, so both divisions are undone. Denominators per micro-batch want the mean
     over the accumulation steps, so only the division by ranks is.
     """
-    train = settings.train
-    return train.workers * (train.accumulation if settings.loss.denominator == "global" else 1)
+    return train.workers * (train.accumulation if loss.denominator == "global" else 1)
 
 
 def whole_state(engine: DeepSpeedEngine) -> dict[str, Tensor]:

@@ -15,6 +15,8 @@ Count = Annotated[int, Field(ge=0)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["fp32", "bf16"]
+# `auto` becomes one of the two before work starts: bf16 where the device multiplies it natively, else fp32.
+AutoPrecision = Literal["auto", "fp32", "bf16"]
 
 
 class Section(BaseModel):
@@ -26,7 +28,7 @@ class TargetSettings(Section):
 
     model: str = Field(description="local folder, hub id, or `smollm2-135m-instruct` (the quickstart's data wheel)")
     revision: str | None = Field(None, description="hub revision; unused for local folders")
-    dtype: Precision = Field("bf16", description="compute type of the captured forward")
+    dtype: AutoPrecision = Field("auto", description="compute type of the captured forward; auto: bf16 if native")
 
 
 class TargetPoolSettings(Section):
@@ -63,7 +65,7 @@ class DrafterSettings(Section):
     taps: tuple[Annotated[int, Field(ge=-1)], ...] = Field(
         description="target layers whose outputs feed the drafter; -1 is the embedding output"
     )
-    mask_token_id: Count = Field(description="token that fills the slots behind the anchor; never derived, always given")
+    mask_token_id: Count = Field(description="token in the slots behind the anchor; never derived, always given")
     markov_rank: Count = Field(256, description="rank r of the Markov head; 0: none (DFlash)")
     markov_head: Literal["vanilla", "gated", "rnn"] = "vanilla"
     confidence: bool = Field(True, description="whether a confidence head is trained")
@@ -106,11 +108,13 @@ class TrainSettings(Section):
     cpus: Weight = Field(1, description="logical CPUs that Ray books per rank")
     gpus: Weight = Field(0, description="GPUs that Ray books per rank")
     zero_stage: Literal[0, 1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage")
-    precision: Precision = Field("bf16", description="type of weights in the forward; master weights stay fp32")
+    precision: AutoPrecision = Field(
+        "auto", description="type of weights in the forward, auto: bf16 if native; master weights stay fp32"
+    )
     global_batch: Positive = Field(512, description="rows per optimizer step, over all ranks and micro-batches")
     micro_batch: Positive = Field(1, description="rows per rank and forward")
     anchors: Positive = Field(512, description="blocks drawn per row, A")
-    epochs: Positive = Field(10, description="passes over the rows; the last step of each is padded with rows that carry no weight")
+    epochs: Positive = Field(10, description="passes over the rows; rows without weight fill the last step")
     max_steps: Positive | None = Field(None, description="stop after so many optimizer steps, whatever `epochs` says")
     lr: Annotated[float, Field(gt=0)] = 6e-4
     warmup: Fraction = Field(0.04, description="share of the steps over which the rate rises from 0; then cosine to 0")
@@ -131,6 +135,11 @@ class TrainSettings(Section):
                 f"{self.micro_batch} = {rows}: change one of them"
             )
         return self
+
+    @property
+    def share(self) -> int:
+        """Rows per rank and optimizer step."""
+        return self.global_batch // self.workers
 
     @property
     def accumulation(self) -> int:

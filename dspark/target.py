@@ -9,8 +9,9 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
@@ -19,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache,
 from transformers.utils import logging as transformers_logging
 
 from dspark import quickstart
-from dspark.config import TargetSettings
+from dspark.config import Settings, TargetSettings
 from dspark.errors import InputError
 from dspark.model.families import family_of
 from dspark.model.vocabulary import Vocabulary
@@ -37,10 +38,12 @@ class TargetStates(NamedTuple):
 class Target:
     """A target model in memory, frozen and in evaluation mode."""
 
-    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, revision: str, fingerprint: str):
+    def __init__(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, name: str, revision: str, fingerprint: str
+    ) -> None:
         self.config: Any = model.config
         self.family = family_of(self.config)
-        self.model = model.eval().requires_grad_(False)
+        self.model: Any = model.eval().requires_grad_(False)
         self.decoder: Any = model.get_submodule(self.family.decoder)
         self.tokenizer, self.name, self.revision, self.fingerprint = tokenizer, name, revision, fingerprint
         self.vocabulary = Vocabulary(
@@ -200,13 +203,28 @@ def load_vocabulary(settings: TargetSettings, device: torch.device, dtype: torch
     return Vocabulary(found["embedding"], found["head"])
 
 
+def native_precision(gpu: bool) -> Literal["fp32", "bf16"]:
+    """bf16 on GPUs and on CPUs with bf16 instructions; elsewhere fp32, which is faster there."""
+    return "bf16" if gpu or torch.cpu._is_avx512_bf16_supported() else "fp32"
+
+
+def settled(settings: Settings) -> Settings:
+    """Settings with every `auto` precision replaced by what the booked devices multiply natively."""
+    target, train = settings.target, settings.train
+    if target.dtype == "auto":
+        target = target.model_copy(update={"dtype": native_precision(settings.targets.gpus > 0)})
+    if train.precision == "auto":
+        train = train.model_copy(update={"precision": native_precision(train.gpus > 0)})
+    return settings.model_copy(update={"target": target, "train": train})
+
+
 def default_device() -> torch.device:
     """CUDA where there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def fingerprint(folder: Path) -> str:
-    """Hash of a target's weights: name, shape and the edge rows of every tensor in the folder's safetensors files.
+    """Hash of a target's weights: name, shape and 16 evenly spaced rows of every tensor in its safetensors files.
 
     Independent of the folder's place, of time stamps and of the compute dtype.
     """
@@ -217,6 +235,6 @@ def fingerprint(folder: Path) -> str:
                 rows = tensors.get_slice(name)
                 shape = rows.get_shape()
                 digest.update(json.dumps([name, shape]).encode())
-                for edge in (rows[:2], rows[-2:]) if shape else (rows[...],):
-                    digest.update(edge.float().numpy().tobytes())
+                for row in np.unique(np.linspace(0, shape[0] - 1, 16, dtype=int)) if shape else (...,):
+                    digest.update(rows[row].float().numpy().tobytes())
     return digest.hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Online training: target actors stream captured rows to Ray Train workers; the driver follows and keeps the records."""
+"""Online training: target actors stream captured rows to Ray Train workers; the driver keeps the records."""
 
 import json
 import threading
@@ -50,12 +50,12 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
     table = [ray.put(rows.table)]
 
     def dataset() -> ray.data.Dataset:
-        """Ray Train calls this whenever it starts the workers, so a restart streams only what is still to be trained."""
+        """Ray Train calls this whenever it starts the workers: a restart streams only what is still to be trained."""
         return captured_steps(settings, plan, rows.origin, table, finished_steps(newest_checkpoint(storage)))
 
     trainer = TorchTrainer(
         train_rank,
-        train_loop_config=task,
+        train_loop_config={"task": task},
         scaling_config=ScalingConfig(
             num_workers=settings.train.workers,
             use_gpu=settings.train.gpus > 0,
@@ -152,7 +152,11 @@ def _export(experiment: Experiment, rows: Rows) -> None:
 def drafter_facts(settings: Settings, rows: Rows) -> dict[str, Any]:
     """What a drafter's folder says of its making, beyond the published keys."""
     return {
-        "target": {"name": rows.origin.target, "revision": rows.origin.revision, "fingerprint": rows.origin.fingerprint},
+        "target": {
+            "name": rows.origin.target,
+            "revision": rows.origin.revision,
+            "fingerprint": rows.origin.fingerprint,
+        },
         "render": rows.origin.render,
         "rows": rows.table.num_rows,
         "plan": rows.plan.identity,

@@ -6,7 +6,7 @@ prompt -> chat template -> engine, round by round -> characters as they become c
 import re
 from collections.abc import Generator
 from pathlib import Path
-from typing import cast, get_args
+from typing import cast
 
 from rich.console import Console
 from rich.text import Text
@@ -16,7 +16,6 @@ from dspark.config import Precision, TargetSettings
 from dspark.data.conversations import Message
 from dspark.data.render import Renderer
 from dspark.decoding.engine import Engine, Generation, Request, Sampling
-from dspark.errors import InputError
 from dspark.model.checkpoints import load_drafter
 from dspark.target import load_target
 
@@ -33,16 +32,14 @@ def generate(
     max_new_tokens: int,
     temperature: float,
     seed: int,
-    dtype: str,
+    dtype: Precision,
 ) -> None:
     """Answers `prompt` on stdout; on a terminal accepted draft tokens are green, elsewhere the text is plain.
 
     Raises:
         InputError: target, checkpoint and prompt do not go together.
     """
-    if dtype not in get_args(Precision):
-        raise InputError(f"dtype {dtype!r}: choose one of {', '.join(get_args(Precision))}")
-    loaded = load_target(TargetSettings(model=target, dtype=cast(Precision, dtype)))
+    loaded = load_target(TargetSettings(model=target, dtype=dtype))
     drafter = load_drafter(checkpoint, loaded.device, loaded.dtype).drafter
     limit = loaded.config.max_position_embeddings
     ids = Renderer(loaded.tokenizer, limit, thinking=None).prompt([Message("user", prompt)])
@@ -112,7 +109,7 @@ class Characters:
 def summary(generation: Generation, seconds: float) -> str:
     """Tokens, speed and acceptance length of one generation, with the definition of the latter."""
     tokens, rounds = len(generation.tokens), len(generation.rounds)
-    speed = f"{tokens} tokens, {tokens / seconds:.1f} tokens/s"
+    speed = f"{tokens} token{'s' if tokens > 1 else ''}, {tokens / seconds:.1f} tokens/s"
     if not rounds:
         return f"{speed}, no round: the prefill gave the only token"
     kept = sum(round.kept for round in generation.rounds)

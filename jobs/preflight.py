@@ -108,7 +108,10 @@ def check_machine(settings: Settings, rows: Rows) -> None:
 def memory_available() -> int:
     """Bytes that this process may still use: the machine's, or less where a control group sets a limit."""
     available = int(psutil.virtual_memory().available)
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
         try:
             most = (Path("/sys/fs/cgroup") / limit).read_text().strip()
             held = int((Path("/sys/fs/cgroup") / used).read_text())
@@ -123,18 +126,18 @@ def print_plan(console: Console, settings: Settings, rows: Rows) -> None:
     """Rows, steps, bytes and memory of a run, on the screen."""
     needs, plan, train = needs_of(settings, rows), rows.plan, settings.train
     per_token = 2 * rows.draft.hidden * (len(rows.draft.taps) + 1)
+    draft, ranks = rows.draft, f"{train.workers} ranks x {train.micro_batch} rows x {train.accumulation} accumulated"
+    lines = {
+        "target": f"{settings.target.model}, {needs.target_weights / 1e6:,.0f} M weights, {settings.target.dtype}",
+        "rows": f"{rows.table.num_rows:,} with {rows.tokens:,} tokens; {len(rows.dropped)} dropped{_reasons(rows)}",
+        "drafter": f"{needs.drafter_weights / 1e6:,.1f} M weights, {draft.layers} layers, block {draft.block}",
+        "steps": f"{plan.steps:,} of {train.global_batch} rows: {ranks}, ZeRO {train.zero_stage}, {train.precision}",
+        "stream": f"{per_token:,} bytes per token, {per_token * rows.tokens / _GB:.2f} GB per epoch, nothing on disk",
+        "memory": f"about {needs.memory / _GB:.1f} GB at most ({memory_available() / _GB:.1f} GB available)",
+        "disk": f"{needs.disk / _GB:.1f} GB in {settings.output.resolve()}",
+    }
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for label, text in (
-        ("target", f"{settings.target.model}  {needs.target_weights / 1e6:,.0f} M weights, {settings.target.dtype}"),
-        ("rows", f"{rows.table.num_rows:,} with {rows.tokens:,} tokens; {len(rows.dropped)} dropped{_reasons(rows)}"),
-        ("drafter", f"{needs.drafter_weights / 1e6:,.1f} M weights, {rows.draft.layers} layers, block {rows.draft.block}, "
-         f"taps {list(rows.draft.taps)}"),
-        ("steps", f"{plan.steps:,} of {train.global_batch} rows: {train.workers} ranks x {train.micro_batch} rows x "
-         f"{train.accumulation} accumulated, ZeRO {train.zero_stage}, {train.precision}"),
-        ("stream", f"{per_token:,} bytes per token, {per_token * rows.tokens / _GB:.2f} GB per epoch, nothing on disk"),
-        ("memory", f"about {needs.memory / _GB:.1f} GB at most ({memory_available() / _GB:.1f} GB available)"),
-        ("disk", f"{needs.disk / _GB:.1f} GB in {settings.output.resolve()}"),
-    ):  # fmt: skip
+    for label, text in lines.items():
         table.add_row(f"[bold]{label}", text)
     console.print(table)
 
@@ -145,5 +148,3 @@ def _reasons(rows: Rows) -> str:
         counts[one.reason] = counts.get(one.reason, 0) + 1
     listed = "; ".join(f"{count} x {reason}" for reason, count in sorted(counts.items(), key=lambda item: -item[1])[:3])
     return f" ({listed})" if listed else ""
-
-

@@ -1,5 +1,6 @@
 """From settings to token rows, plan and architecture: all that can be known before a weight is loaded."""
 
+import hashlib
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -32,6 +33,11 @@ class Rows:
         return tuple(self.table.column("sample_id").to_pylist())
 
     @property
+    def fingerprint(self) -> str:
+        """Hash of the sample ids in their order."""
+        return hashlib.sha256("\n".join(self.sample_ids).encode()).hexdigest()[:32]
+
+    @property
     def tokens(self) -> int:
         """Tokens of all rows, without padding."""
         return sum(len(ids) for ids in self.table.column("input_ids"))
@@ -56,7 +62,7 @@ def prepare_rows(settings: Settings) -> Rows:
     data = settings.data
     if data.max_length > config.max_position_embeddings:
         raise InputError(
-            f"data.max_length={data.max_length} exceeds the target's {config.max_position_embeddings} positions: lower it"
+            f"data.max_length={data.max_length} exceeds the {config.max_position_embeddings} positions of the target"
         )
     renderer = Renderer(load_tokenizer(settings.target), data.max_length, data.thinking)
     conversations = read_conversations(data.conversations, data.roles, data.max_bad_fraction)

@@ -59,8 +59,8 @@ def _start(settings: Settings) -> None:
     if wanted.address == "local":
         if wanted.dashboard_port is not None:
             _check_port(wanted.dashboard_port)
-        # A Ray of this machine alone, on loopback: nobody else can reach it, so no token is made.
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        # Ray's ports listen on every interface of the machine: without a token anyone near could run code.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
         ray.init(
             address="local",
             num_cpus=int(-(-needed_cpus(settings) // 1)),
@@ -76,8 +76,8 @@ def _start(settings: Settings) -> None:
         ray.init(address=wanted.address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(
-            f"ray.address={wanted.address!r}: no Ray cluster answers there ({str(error).splitlines()[0]}). Start one with "
-            "`ray start --head`, correct the address, or set ray.address=local"
+            f"ray.address={wanted.address!r}: no Ray cluster answers there ({str(error).splitlines()[0]}). Start one "
+            "with `ray start --head`, correct the address, or set ray.address=local"
         ) from error
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dspark.config import Settings
+from dspark.target import settled
 from jobs.config import check_files
 from jobs.experiment import open_experiment
 from jobs.fitting import fit_drafter
@@ -17,6 +18,7 @@ def train(settings: Settings, resume: Path | None, dry_run: bool) -> None:
     """Trains a drafter and leaves it in the run's folder; with `dry_run` only says what would happen."""
     console = Console()
     check_files(settings)
+    settings = settled(settings)
     rows = prepare_rows(settings)
     print_plan(console, settings, rows)
     if dry_run:

@@ -1,6 +1,7 @@
 """Tiny real models and a tiny real tokenizer for tests."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -27,8 +28,8 @@ def tiny_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
 
 
 def tiny_target_folder(path: Path, family: str = "llama", seed: int = 0, scale: float = 0.3) -> Path:
-    """A random target with its tokenizer: hidden 48, 6 layers, vocabulary 320. A larger `scale` makes it less uniform."""
-    sizes = {
+    """A random target with its tokenizer: hidden 48, 6 layers, vocabulary 320; a larger `scale` is less uniform."""
+    sizes: dict[str, Any] = {
         "vocab_size": 320, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 6,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
         "pad_token_id": 256, "eos_token_id": 258, "bos_token_id": None, "initializer_range": scale,
@@ -37,7 +38,7 @@ def tiny_target_folder(path: Path, family: str = "llama", seed: int = 0, scale: 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if family == "llama":
-            model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+            model: Any = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=False))
     model.generation_config.eos_token_id = 258

@@ -6,6 +6,7 @@ carries the `Origin`; a table whose Origin differs from what a run needs is refu
 """
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -19,6 +20,8 @@ from dspark.data.render import Sample
 from dspark.errors import InputError
 
 FORMAT_VERSION = 1
+# Tensors over Arrow memory are read only here by agreement (`bf16_column`); torch would warn of it in every process.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
 _ORIGIN_KEY = b"dspark.origin"
 
 
@@ -40,7 +43,7 @@ class Origin:
     def check_fits(self, needed: "Origin", where: str) -> None:
         """Passes iff this origin has the needed taps and every other field is equal.
 
-        A local target is the same wherever its folder lies: targets of equal fingerprint are equal whatever their names.
+        Targets of equal fingerprint are equal whatever their names: a local target may lie in any folder.
 
         Raises:
             InputError: names the first differing field, what was found and what is needed.
@@ -93,7 +96,9 @@ def origin_of(schema: pa.Schema) -> Origin:
     return Origin(**{**values, "taps": tuple(values["taps"])})
 
 
-def encode(origin: Origin, samples: Sequence[Sample], taps: Mapping[int, Sequence[Tensor]], final: Sequence[Tensor]) -> pa.Table:
+def encode(
+    origin: Origin, samples: Sequence[Sample], taps: Mapping[int, Sequence[Tensor]], final: Sequence[Tensor]
+) -> pa.Table:
     """The table of `samples` with their states: for each tap and for `final`, one tensor [S, H] per sample."""
     columns: list[pa.Array] = [
         pa.array([sample.sample_id for sample in samples], pa.string()),

@@ -32,7 +32,9 @@ class Plan:
     @property
     def identity(self) -> str:
         """Hash of the whole plan: equal plans train the same rows in the same order."""
-        return hashlib.sha256(repr((self.order, self.counted, self.epochs, self.global_batch)).encode()).hexdigest()[:32]
+        return hashlib.sha256(repr((self.order, self.counted, self.epochs, self.global_batch)).encode()).hexdigest()[
+            :32
+        ]
 
 
 def make_plan(rows: int, seed: int, epochs: int, global_batch: int, max_steps: int | None) -> Plan:

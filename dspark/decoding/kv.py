@@ -99,7 +99,7 @@ class AimedCache(Cache):
         super().__init__(layers=[_AimedLayer(store, number, aim) for number in range(len(store.layers))])
 
 
-class _AimedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class _AimedLayer(CacheLayerMixin):
     """One layer, as transformers' attention calls it."""
 
     def __init__(self, store: Store, number: int, aim: Aim) -> None:

@@ -43,7 +43,8 @@ class Proposer:
 
     def propose(self, anchor_ids_R: Tensor, anchors: Sequence[int], slots: int, sampler: Sampler) -> Proposal:
         """Drafts the `slots` tokens that follow each row's anchor, whose context ends just before the anchor."""
-        states_RKH = self._states(anchor_ids_R, anchors)[:, :slots]
+        # Contiguous, or a batched product would read the head once per row.
+        states_RKH = self._states(anchor_ids_R, anchors)[:, :slots].contiguous()
         logits_RKV = self.vocabulary.logits(states_RKH)
         head = self.drafter.markov_head
         previous_R, carried, tokens, embedded = anchor_ids_R, None, [], []

@@ -85,9 +85,10 @@ class Progress:
         return Generation(self.request.id, tuple(self.tokens), tuple(self.drafted), tuple(self.rounds), self.finish)
 
     def _commit(self, tokens: Sequence[int], accepted: int) -> int:
-        """Keeps tokens up to the first stop id or the cap, and returns how many."""
+        """Keeps tokens up to the first stop id, and returns how many. A stop id that fills the cap counts as stop."""
+        assert len(tokens) <= self.room, "more drafts were offered than the cap leaves room for"
         kept = 0
-        for place, token in enumerate(tokens[: self.room]):
+        for place, token in enumerate(tokens):
             self.tokens.append(token)
             self.drafted.append(place < accepted)
             kept += 1

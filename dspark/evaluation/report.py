@@ -29,7 +29,7 @@ TRAINING = {
     "tokens_per_second": "tokens per second",
 }
 ENDS = 10  # logged steps averaged at either end of the training
-FEW_ROUNDS = 10  # a rate from fewer is printed in grey and not drawn
+FEW_ROUNDS = 10  # a rate from fewer is printed in grey; the conditional picture leaves it out
 SAMPLES_OPEN, SAMPLES = 3, 8
 
 

@@ -1,4 +1,4 @@
-"""The drafter's architecture: one frozen value, read from a target and settings or from a checkpoint's `config.json`."""
+"""The drafter's architecture: one frozen value, from a target and settings or from a `config.json`."""
 
 from dataclasses import dataclass
 from typing import Any

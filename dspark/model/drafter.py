@@ -6,6 +6,8 @@
 Training runs A blocks per text, decoding one block per request: both through `context` and `forward`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +28,7 @@ class Drafter(nn.Module):
         self.rotary = RotaryTable(config)
         self.fc = nn.Linear(len(config.taps) * config.hidden, config.hidden, bias=False)
         self.hidden_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.layers))
+        self.layers: Any = nn.ModuleList(DraftLayer(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None

@@ -57,23 +57,21 @@ class _Layout(BaseModel):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         last = self.num_target_layers - 1
-        faults = {
-            "layer_types": len(self.layer_types) != self.num_hidden_layers
-            and f"{len(self.layer_types)} types for {self.num_hidden_layers} layers",
-            "target_layer_ids": max(self.target_layer_ids) >= last
-            and f"{list(self.target_layer_ids)} must lie in -1..{last - 1}",
-            "mask_token_id": self.mask_token_id >= self.vocab_size
-            and f"{self.mask_token_id} is outside the vocabulary 0..{self.vocab_size - 1}",
-            "num_attention_heads": self.num_attention_heads % self.num_key_value_heads
-            and f"{self.num_attention_heads} is no multiple of num_key_value_heads={self.num_key_value_heads}",
-            "hidden_act": self.hidden_act not in ACT2FN and f"{self.hidden_act!r} is not known",
-            "markov_head_type": self.markov_rank and self.markov_head_type is None and "missing, markov_rank is not 0",
-            "confidence_head_with_markov": self.enable_confidence_head
-            and self.confidence_head_with_markov is None
-            and "missing, enable_confidence_head is true",
-        }
-        if found := [f"{key}: {fault}" for key, fault in faults.items() if fault]:
-            raise ValueError("; ".join(found))
+        taps, kinds = list(self.target_layer_ids), len(self.layer_types)
+        queries, keys = self.num_attention_heads, self.num_key_value_heads
+        without_type = self.markov_rank > 0 and self.markov_head_type is None
+        without_input = self.enable_confidence_head and self.confidence_head_with_markov is None
+        rules = [
+            ("layer_types", kinds == self.num_hidden_layers, f"{kinds} types for {self.num_hidden_layers} layers"),
+            ("target_layer_ids", max(taps) < last, f"{taps} must lie in -1..{last - 1}"),
+            ("mask_token_id", self.mask_token_id < self.vocab_size, f"must be below vocab_size={self.vocab_size}"),
+            ("num_attention_heads", queries % keys == 0, f"{queries} is no multiple of num_key_value_heads={keys}"),
+            ("hidden_act", self.hidden_act in ACT2FN, f"{self.hidden_act!r} is not known"),
+            ("markov_head_type", not without_type, "missing, and markov_rank is not 0"),
+            ("confidence_head_with_markov", not without_input, "missing, and enable_confidence_head is true"),
+        ]
+        if faults := [f"{key}: {fault}" for key, holds, fault in rules if not holds]:
+            raise ValueError("; ".join(faults))
         return self
 
 

@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def draw_anchors(
-    loss_mask: NDArray[np.uint8], count: int, seed: int, epoch: int, sample_id: str
-) -> NDArray[np.int64]:
+def draw_anchors(loss_mask: NDArray[np.uint8], count: int, seed: int, epoch: int, sample_id: str) -> NDArray[np.int64]:
     """Up to `count` distinct candidates, uniformly without replacement, ascending.
 
     Position a is a candidate iff a and a+1 are supervised. The draw depends on (seed, epoch, sample id) alone, so it is

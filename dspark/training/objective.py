@@ -15,7 +15,7 @@ from dspark.model.drafter import Drafter
 from dspark.model.vocabulary import Vocabulary
 from dspark.training.batch import Batch
 from dspark.training.blocks import Blocks, block_inputs, visibility
-from dspark.training.means import Mean, Means, weighted_mean
+from dspark.training.means import Means, weighted_mean
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,16 @@ def draft_logits(drafter: Drafter, vocabulary: Vocabulary, output: DraftOutput, 
     return logits_NV
 
 
-def target_logits(vocabulary: Vocabulary, batch: Batch, blocks: Blocks, slots: Tensor) -> Tensor:
-    """The target's logits [N, V] in fp32 for the tokens that the selected slots predict: row a+k of `final`."""
+def target_logits(vocabulary: Vocabulary, batch: Batch, blocks: Blocks, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The target's logits in fp32 for the tokens that the selected slots predict: row a+k of `final`.
+
+    Many slots share a position, which is projected once: logits [P, V] of the distinct positions, and for each of the N
+    slots its row in them.
+    """
+    length = batch.input_ids_BS.shape[1]
     rows_N = torch.arange(len(slots), device=slots.device)[:, None, None].expand_as(slots)[slots]
-    return vocabulary.logits(batch.final_BSH[rows_N, blocks.positions_BAK[slots]]).float()
+    places_P, row_N = torch.unique(rows_N * length + blocks.positions_BAK[slots], return_inverse=True)
+    return vocabulary.logits(batch.final_BSH.flatten(0, 1)[places_P]).float(), row_N
 
 
 def step_weight(blocks: Blocks) -> Tensor:
@@ -101,8 +107,8 @@ class DraftObjective(nn.Module):
         slots = blocks.valid_BAK
         logits_NV = draft_logits(self.drafter, vocabulary, output, slots)
         with torch.no_grad():
-            target_NV = target_logits(vocabulary, batch, blocks, slots)
-            target_probs_NV = target_NV.softmax(-1)
+            target_PV, row_N = target_logits(vocabulary, batch, blocks, slots)
+            target_probs_NV = target_PV.softmax(-1)[row_N]
         weights_N = blocks.weights_BAK[slots]
         ce_N = F.cross_entropy(logits_NV, blocks.labels_BAK[slots], reduction="none")
         l1_N = (logits_NV.softmax(-1) - target_probs_NV).abs().sum(-1)
@@ -119,7 +125,7 @@ class DraftObjective(nn.Module):
         means = {f"loss_{name}": weighted_mean(term, weights_N) for name, term in terms.items()}
         with torch.no_grad():
             means["loss"] = weighted_mean(loss_N, weights_N)
-            greedy_N = logits_NV.argmax(-1) == target_NV.argmax(-1)
+            greedy_N = logits_NV.argmax(-1) == target_PV.argmax(-1)[row_N]
             means |= acceptance_means(blocks, accept_N, greedy_N)
             if output.confidence_BAK is not None:
                 means |= confidence_means(blocks, output.confidence_BAK, accept_N)
@@ -143,7 +149,7 @@ def acceptance_means(blocks: Blocks, accept_N: Tensor, greedy_N: Tensor) -> Mean
 
 
 def confidence_means(blocks: Blocks, confidence_BAK: Tensor, accept_N: Tensor) -> Means:
-    """Absolute error and bias of the confidence, weighted like the loss; bias of its running product over valid slots."""
+    """Absolute error and bias of the confidence, weighted like the loss; bias of its product over the valid slots."""
     valid_BAK = blocks.valid_BAK
     predicted_BAK = confidence_BAK.sigmoid()
     accept_BAK = _scatter(valid_BAK, accept_N)
@@ -162,6 +168,3 @@ def _scatter(slots_BAK: Tensor, values_N: Tensor) -> Tensor:
     placed = torch.zeros(slots_BAK.shape, device=values_N.device, dtype=values_N.dtype)
     placed[slots_BAK] = values_N
     return placed
-
-
-__all__ = ["DraftObjective", "DraftOutput", "Mean", "Objective", "draft_logits", "run_drafter", "step_weight", "target_logits"]

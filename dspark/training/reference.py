@@ -96,10 +96,11 @@ def _compare_outputs(case: _Case) -> list[Difference]:
     stored = _kept(case, "eval_mask").bool()
     with torch.no_grad():
         output = run_drafter(case.drafter, case.vocabulary, case.batch, case.blocks)
+        distinct_PV, row_N = target_logits(case.vocabulary, case.batch, case.blocks, slots)
         found = {
             "target_ids": case.blocks.labels_BAK[slots],
             "draft_logits": draft_logits(case.drafter, case.vocabulary, output, slots),
-            "aligned_target_logits": target_logits(case.vocabulary, case.batch, case.blocks, slots),
+            "aligned_target_logits": distinct_PV[row_N],
         }
         if output.confidence_BAK is not None:
             found["confidence_logits"] = output.confidence_BAK[slots]

@@ -1,7 +1,7 @@
 """A rank's share of one optimizer step: its captured rows as micro-batches with drawn blocks.
 
-Whatever the rows hold, the share has the planned number of micro-batches, so that all ranks make the same calls: padding
-rows and rows with non-finite states stay in, without anchors.
+Whatever the rows hold, the share has the planned number of micro-batches, so that all ranks make the same calls:
+padding rows and rows with non-finite states stay in, without anchors.
 """
 
 import dataclasses

@@ -4,7 +4,7 @@ The tests compare the project's code with it. Suffixes: S context, K slots, V vo
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,12 +31,16 @@ class PlainBlock:
 
 def weights_of(drafter: Drafter, vocabulary: Vocabulary) -> dict[str, Tensor]:
     """All weights under the published names, in float64, ready for gradients."""
-    tensors = {**drafter.state_dict(), "embed_tokens.weight": vocabulary.embedding_VH, "lm_head.weight": vocabulary.head_VH}
+    tensors = {
+        **drafter.state_dict(),
+        "embed_tokens.weight": vocabulary.embedding_VH,
+        "lm_head.weight": vocabulary.head_VH,
+    }
     return {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
 
 
 def plain_blocks(
-    weights: Weights, config: DraftConfig, batch: Batch, anchors: Sequence[Sequence[int]]
+    weights: Weights, config: DraftConfig, batch: Batch, anchors: Sequence[Iterable[int]]
 ) -> list[PlainBlock]:
     """Every block of a batch, row by row."""
     return [
@@ -142,7 +146,7 @@ def _markov(w: Weights, config: DraftConfig, e: Tensor, h: Tensor) -> Tensor:
     state, features = torch.zeros(config.markov_rank, dtype=torch.double), []
     for e_r, h_H in zip(e, h, strict=True):
         joint = w["markov_head.joint_proj.weight"] @ torch.cat((state, e_r, h_H)) + w["markov_head.joint_proj.bias"]
-        g, c, o = joint.split(config.markov_rank)
+        g, c, o = joint.chunk(3)
         state = g.sigmoid() * state + (1 - g.sigmoid()) * c.tanh()
         features.append(o.tanh())
     return torch.stack(features) if features else e

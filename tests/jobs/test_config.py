@@ -230,7 +230,8 @@ def test_files_that_are_there_pass(preset: Path, home: Path) -> None:
     check_files(settings)
 
 
-@hypothesis.settings(max_examples=3000, deadline=None)
+@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.example(experiment="\x85", lr=1.0, seed=0, gamma=None)  # a line break to YAML
 @hypothesis.given(
     experiment=st.text(max_size=12),
     lr=st.floats(1e-12, 1e6, exclude_min=True),

@@ -138,7 +138,8 @@ def test_a_mismatch_names_its_field_and_both_values(field: str, value: Any) -> N
 
 @pytest.mark.parametrize("field", ["target", "revision"])
 def test_a_target_of_other_weights_is_told_by_its_name_and_one_of_equal_weights_fits_under_any(field: str) -> None:
-    moved = replace(ORIGIN, **{field: "elsewhere"})
+    change: dict[str, Any] = {field: "elsewhere"}
+    moved = replace(ORIGIN, **change)
     moved.check_fits(ORIGIN, "the cache")
     with pytest.raises(InputError, match=f"{field}='elsewhere'"):
         replace(moved, fingerprint="others").check_fits(ORIGIN, "the cache")

@@ -1,4 +1,4 @@
-"""The report: what it shows, what it leaves out, that no text becomes markup, and that a browser lays it out cleanly."""
+"""The report: what it shows and leaves out, that no text becomes markup, and that a browser lays it out cleanly."""
 
 import html
 import json
@@ -64,8 +64,9 @@ def texts(ids: Sequence[int]) -> list[str]:
 
 def report_of(results: list[PromptResult], history: list[dict[str, float]]) -> ReportData:
     return ReportData(
-        title=f"run {HOSTILE}", settings_yaml=f"name: {HOSTILE}\nseed: 3\n", facts={"Target": HOSTILE, "Machine": "2 cores"},
-        history=history, results=results, result=result_json(results, SECONDS, 400, "3", history),
+        title=f"run {HOSTILE}", settings_yaml=f"name: {HOSTILE}\nseed: 3\n",
+        facts={"Target": HOSTILE, "Machine": "2 cores"}, history=history, results=results,
+        result=result_json(results, SECONDS, 400, "3", history),
         token_texts=texts, commands=[f"dspark run {HOSTILE}"],
     )  # fmt: skip
 
@@ -145,7 +146,7 @@ def test_the_tables_give_each_domain_and_temperature_with_definitions(full: Path
     assert "all 24 unconditional 100% 33% conditional 100% 33%" in words
     assert "0 5.6 2.8 14.3% 28.6% 42.9% 14.3% 0.7 0.7 0.3 14.3% 28.6% 42.9% 14.3%" in words
     assert "Benchmarks" in words and "gsm8k 1 2.00 2.33 66.7% 66.7% 1.0 20.0 20.00×" in words
-    assert "Published count: Accepted draft tokens + 1 per round" in words
+    assert "Published count Accepted draft tokens + 1 per round" in words
 
 
 def test_no_text_becomes_markup(full: Path) -> None:

@@ -51,10 +51,10 @@ def test_sizes_come_from_the_target_and_choices_from_the_settings() -> None:
 
 
 def test_a_llama_without_head_dim_or_key_heads_divides_its_width() -> None:
-    llama = LlamaConfig(vocab_size=100, hidden_size=32, num_attention_heads=4, num_hidden_layers=6, rope_theta=5e5)
+    llama = LlamaConfig(vocab_size=100, hidden_size=32, num_attention_heads=4, num_hidden_layers=6)
     found = draft_config(llama, settings())
     assert (found.head_dim, found.kv_heads) == (8, 4)
-    assert found.rope == {"rope_type": "default", "rope_theta": 5e5}
+    assert found.rope == {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def test_without_confidence_head_nothing_reads_the_markov_embedding() -> None:

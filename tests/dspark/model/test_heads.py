@@ -48,7 +48,10 @@ def test_the_gate_reads_hidden_state_before_embedding() -> None:
 
 def test_the_rnn_reads_state_then_embedding_then_hidden_state() -> None:
     # Rows gate, candidate, out; columns state, e, h.
-    weights = {"joint_proj.weight": [[0.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], "joint_proj.bias": [0.0, 0.0, 0.1]}
+    weights = {
+        "joint_proj.weight": [[0.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]],
+        "joint_proj.bias": [0.0, 0.0, 0.1],
+    }
     head = tiny_head("rnn", {**EMBEDDINGS, **weights})
     first = head.step(tensor([2.0]), tensor([0.0]), None)
     assert first.features.item() == pytest.approx(torch.tensor(0.1).tanh().item())  # out sees the empty state
@@ -77,10 +80,10 @@ def test_whole_blocks_equal_stepping_slot_by_slot(kind: str) -> None:
 def test_a_slot_hears_of_no_later_slot_and_of_no_other_block(kind: str) -> None:
     head = head_of(kind)
     _, h, e = block_inputs(head, blocks=2, slots=4)
-    before = head.block_features(e, h)
-    e[0, 2] += 1
-    h[0, 2] += 1
-    changed = (head.block_features(e, h) != before).any(-1).tolist()
+    other_e, other_h = e.clone(), h.clone()
+    other_e[0, 2] += 1
+    other_h[0, 2] += 1
+    changed = (head.block_features(other_e, other_h) != head.block_features(e, h)).any(-1).tolist()
     assert changed == [[False, False, True, kind == "rnn"], [False] * 4]
 
 

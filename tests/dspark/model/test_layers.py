@@ -37,6 +37,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def qwen3(rope: str = "default") -> Qwen3Config:
+    implementation: dict[str, Any] = {"attn_implementation": "sdpa"}
     return Qwen3Config(
         vocab_size=30,
         hidden_size=32,
@@ -47,7 +48,7 @@ def qwen3(rope: str = "default") -> Qwen3Config:
         head_dim=16,
         max_position_embeddings=32768,
         rope_parameters=dict(ROPES[rope]),
-        attn_implementation="sdpa",
+        **implementation,
     )
 
 
@@ -134,7 +135,8 @@ def test_context_keys_are_those_of_the_same_positions_in_one_sequence() -> None:
     layer, twin = layers_of_both(target)
     x = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(3))
     table = RotaryTable(config_for(target))
-    whole, before, block = (table.at(positions[None]) for positions in torch.arange(9).split(9) + torch.arange(9).split(5))
+    positions = torch.arange(9)[None]
+    whole, before, block = table.at(positions), table.at(positions[:, :5]), table.at(positions[:, 5:])
     causal = torch.ones(9, 9, dtype=torch.bool).tril()
     expected = twin(x, attention_mask=causal[None, None], position_embeddings=(whole.cos, whole.sin))[:, 5:]
     context = layer.self_attn.key_values(layer.input_layernorm(x[:, :5]), before)

@@ -11,10 +11,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dspark.data.prompts import Prompt, expand_prompts
 from dspark.errors import InputError
-from jobs.quickstart_data import Prompt, expand_prompts
 
-SHIPPED = Path(__file__).parents[2] / "platform" / "data" / "prompts.yaml"
+SHIPPED = Path(__file__).parents[3] / "platform" / "data" / "prompts.yaml"
 DOMAINS = ["math", "code", "chat"]
 
 

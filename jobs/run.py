@@ -1,0 +1,75 @@
+"""`dspark run`: the whole path, from conversations to a registered drafter and a report.
+
+conversations -> token rows -> target actors -> trainers -> drafter -> evaluator actors -> MLflow, registry, report
+"""
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from dspark.config import Settings
+from dspark.evaluation.report import result_json
+from dspark.target import load_tokenizer, settled
+from jobs.config import check_files
+from jobs.evaluating import check_identical, evaluate_drafter
+from jobs.experiment import Experiment, open_experiment
+from jobs.fitting import fit_drafter
+from jobs.preflight import check_machine, print_plan
+from jobs.reporting import print_results, register_drafter, run_facts, track_results, write_results
+from jobs.rows import PromptRows, Rows, prepare_prompts, prepare_rows
+from jobs.session import ray_session
+
+
+def run(settings: Settings, resume: Path | None, dry_run: bool) -> None:
+    """Trains, measures, registers and reports; with `dry_run` only says what would happen.
+
+    Raises:
+        InputError: anything that a user, a file or the machine can mend, before work starts where it can be known then.
+    """
+    started = time.perf_counter()
+    console = Console()
+    check_files(settings)
+    settings = settled(settings)
+    rows = prepare_rows(settings)
+    tokenizer = load_tokenizer(settings.target)
+    prompts = prepare_prompts(settings, tokenizer)
+    print_plan(console, settings, rows)
+    if dry_run:
+        return
+    check_machine(settings, rows)
+    experiment = open_experiment(settings, resume)
+    with experiment.tracker:
+        report = _run(experiment, rows, prompts, console, started)
+    console.print(str(report), soft_wrap=True)
+
+
+def _run(experiment: Experiment, rows: Rows, prompts: PromptRows, console: Console, started: float) -> Path:
+    settings, tracker, folder = experiment.settings, experiment.tracker, experiment.folder
+    with ray_session(settings):
+        prepared = time.perf_counter()
+        fitted = fit_drafter(experiment, rows, console)
+        trained = time.perf_counter()
+        results = evaluate_drafter(settings, experiment.drafter, prompts, console)
+    ended = time.perf_counter()
+    seconds = {
+        "prepare": prepared - started,
+        "train": trained - prepared,
+        "evaluate": ended - trained,
+        "total": ended - started,
+    }
+    facts = run_facts(settings, rows)
+    tokenizer = load_tokenizer(settings.target)
+    version = register_drafter(tracker, settings, experiment.drafter, results, facts)
+    result = result_json(results, seconds, fitted.steps, version, fitted.history)
+    report = write_results(folder, settings, tokenizer, results, fitted.history, result, facts)
+    track_results(tracker, folder, result, report, fitted.steps)
+    print_results(console, result)
+    check_identical(settings, results)
+    return report
+
+
+if __name__ == "__main__":
+    from jobs.cli import command_main
+
+    command_main("run")

@@ -1,0 +1,163 @@
+"""The target: taps and final states against transformers, alone and in ragged batches."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
+
+from dspark.config import DrafterSettings, TargetSettings
+from dspark.errors import InputError
+from dspark.model.config import draft_config
+from dspark.target import Target, fingerprint, load_config, load_target, load_vocabulary
+from tests.tiny import MASK_ID, tiny_target_folder
+
+CPU = torch.device("cpu")
+TAPS = (-1, 0, 2, 4)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target_folder(tmp_path_factory.mktemp(request.param) / "target", request.param)
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Target:
+    return load_target(TargetSettings(model=str(folder), dtype="fp32"), CPU)
+
+
+@pytest.fixture(scope="module")
+def twin(folder: Path) -> Any:
+    """The same model, loaded by transformers alone."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(256, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal up to 1e-5 of the largest magnitude."""
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_tap_k_is_the_output_of_layer_k_and_minus_one_is_the_embedding(target: Target, twin: Any) -> None:
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        hidden = twin(ids, output_hidden_states=True).hidden_states
+    expected = torch.cat([hidden[tap + 1] for tap in TAPS], dim=-1)
+    assert_near(target.states(ids, TAPS).taps, expected)
+
+
+def test_final_gives_the_logits_of_the_model(target: Target, twin: Any) -> None:
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        expected = twin(ids).logits
+    assert_near(target.vocabulary.logits(target.states(ids, ()).final), expected)
+
+
+def test_taps_come_in_the_order_asked_for_and_none_is_empty(target: Target) -> None:
+    ids = tokens(1, 5)
+    states = target.states(ids, (4, 0))
+    first, second = target.states(ids, (4,)).taps, target.states(ids, (0,)).taps
+    assert torch.equal(states.taps, torch.cat((first, second), dim=-1))
+    assert target.states(ids, ()).taps.shape == (1, 5, 0)
+
+
+def test_no_hook_outlives_its_call(target: Target) -> None:
+    target.states(tokens(1, 3), TAPS)
+    with pytest.raises(IndexError):
+        target.states(torch.tensor([[10_000]]), TAPS)
+    assert not any(module._forward_hooks for module in target.model.modules())
+
+
+def test_a_ragged_padded_batch_gives_the_states_of_each_row_alone(target: Target) -> None:
+    lengths = (3, 11, 7, 1)
+    ids = tokens(len(lengths), max(lengths))
+    for row, length in enumerate(lengths):
+        ids[row, length:] = 0
+    together = target.states(ids, TAPS)
+    again = target.states(ids, TAPS)
+    assert torch.equal(together.taps, again.taps)
+    for row, length in enumerate(lengths):
+        alone = target.states(ids[row : row + 1, :length], TAPS)
+        assert_near(together.taps[row, :length], alone.taps[0])
+        assert_near(together.final[row, :length], alone.final[0])
+
+
+def test_a_text_in_pieces_with_a_cache_gives_the_states_of_the_whole(target: Target) -> None:
+    ids = tokens(1, 10)
+    whole = target.states(ids, TAPS)
+    cache = DynamicCache(config=target.config)
+    visible = torch.ones(10, 10, dtype=torch.bool).tril()[None, None]
+    parts = []
+    for start, end in ((0, 4), (4, 10)):
+        positions = torch.arange(start, end)[None]
+        parts.append(target.states(ids[:, start:end], TAPS, positions, visible[:, :, start:end, :end], cache))
+    assert_near(torch.cat([p.taps for p in parts], dim=1), whole.taps)
+    assert_near(torch.cat([p.final for p in parts], dim=1), whole.final)
+
+
+def test_a_target_is_frozen_and_in_evaluation_mode(target: Target) -> None:
+    assert not target.model.training
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+    assert not target.states(tokens(1, 4), TAPS).final.requires_grad
+
+
+def test_sizes_and_stop_ids_are_read_from_the_model(target: Target) -> None:
+    assert (target.hidden, target.layers, target.vocab_size) == (48, 6, 320)
+    assert (target.dtype, target.device) == (torch.float32, CPU)
+    assert target.stop_ids == {258}
+
+
+def test_the_last_layer_is_refused_as_a_tap(target: Target) -> None:
+    def settings(*taps: int) -> DrafterSettings:
+        return DrafterSettings(taps=taps, mask_token_id=MASK_ID)
+
+    assert draft_config(target.config, settings(-1, target.layers - 2)).taps == (-1, 4)
+    for taps in ((1, target.layers - 1), (1, target.layers)):
+        with pytest.raises(InputError, match=r"drafter\.taps"):
+            draft_config(target.config, settings(*taps))
+
+
+def test_the_fingerprint_follows_the_weights_and_not_the_folder(folder: Path, target: Target, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(folder, copy)
+    assert fingerprint(copy) == target.fingerprint
+    weights = load_file(copy / "model.safetensors")
+    weights["model.layers.3.mlp.up_proj.weight"][0, 7] += 0.5
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    assert fingerprint(copy) != target.fingerprint
+
+
+def test_the_fingerprint_does_not_depend_on_the_compute_type(folder: Path, target: Target) -> None:
+    low = load_target(TargetSettings(model=str(folder), dtype="bf16"), CPU)
+    assert low.dtype == torch.bfloat16
+    assert low.fingerprint == target.fingerprint
+
+
+def test_the_vocabulary_alone_is_that_of_the_whole_target(folder: Path, target: Target) -> None:
+    alone = load_vocabulary(TargetSettings(model=str(folder)), CPU, torch.float32)
+    assert torch.equal(alone.embedding_VH, target.vocabulary.embedding_VH)
+    assert torch.equal(alone.head_VH, target.vocabulary.head_VH)
+    assert (alone.embedding_VH is alone.head_VH) == target.config.tie_word_embeddings
+
+
+def test_a_missing_folder_is_named() -> None:
+    with pytest.raises(InputError, match=r"target\.model='\./nowhere'"):
+        load_target(TargetSettings(model="./nowhere"), CPU)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"could not be loaded.*needed"):
+        load_target(TargetSettings(model=str(tmp_path)), CPU)
+
+
+def test_an_unsupported_family_is_refused_before_any_weight_is_read(tmp_path: Path) -> None:
+    GPT2Config().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"'gpt2' is not supported \(supported: llama"):
+        load_config(TargetSettings(model=str(tmp_path)))

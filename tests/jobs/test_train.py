@@ -1,0 +1,88 @@
+"""Training through real Ray, Ray Data, Ray Train and DeepSpeed, on a tiny target."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dspark.errors import InputError
+from jobs.config import load_settings
+from jobs.train import train
+from tests.conftest import tiny_preset
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+def losses(output: Path, name: str = "loss") -> list[float]:
+    lines = (output / "latest" / "history.jsonl").read_text().splitlines()
+    return [json.loads(line)[name] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> tuple[Path, list[float]]:
+    """The preset, and the loss of every step of one rank under ZeRO 1."""
+    preset = tiny_preset(tmp_path_factory.mktemp("one"), tiny_target)
+    settings = load_settings(preset, [])
+    train(settings, None, False)
+    return preset, losses(settings.output)
+
+
+def test_every_row_is_trained_and_the_last_step_is_filled_with_rows_without_weight(
+    one_rank: tuple[Path, list[float]],
+) -> None:
+    preset, curve = one_rank
+    assert len(curve) == 17  # 33 rows in steps of 2
+    counts = losses(load_settings(preset, []).output, "anchors_used")
+    assert all(0 < count <= 8 for count in counts)
+    assert curve[-1] < curve[0]
+
+
+@pytest.mark.parametrize(("workers", "stage"), [(2, 2), (2, 3), (1, 0)])
+def test_ranks_and_zero_stages_do_not_change_the_loss_curve(
+    one_rank: tuple[Path, list[float]], tmp_path: Path, workers: int, stage: int
+) -> None:
+    preset, expected = one_rank
+    overrides = [f"output={tmp_path}", f"train.workers={workers}", f"train.zero_stage={stage}", "targets.actors=2"]
+    settings = load_settings(preset, overrides)
+    train(settings, None, False)
+    assert losses(settings.output) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_second_run_with_the_same_seed_gives_the_same_losses(
+    one_rank: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    preset, expected = one_rank
+    settings = load_settings(preset, [f"output={tmp_path}", "train.max_steps=6"])
+    train(settings, None, False)
+    # The learning rate of a shorter run differs from the third step on, the first losses do not.
+    assert losses(settings.output)[:2] == pytest.approx(expected[:2], abs=1e-6)
+
+
+def test_bf16_training_follows_the_fp32_curve(one_rank: tuple[Path, list[float]], tmp_path: Path) -> None:
+    preset, expected = one_rank
+    settings = load_settings(preset, [f"output={tmp_path}", "train.precision=bf16", "train.zero_stage=2"])
+    train(settings, None, False)
+    assert losses(settings.output) == pytest.approx(expected, rel=0.03)
+
+
+def test_a_finished_run_that_is_resumed_trains_nothing_and_keeps_its_records(
+    one_rank: tuple[Path, list[float]],
+) -> None:
+    preset, expected = one_rank
+    settings = load_settings(preset, [])
+    folder = (settings.output / "latest").resolve()
+    train(settings, folder, False)
+    assert losses(settings.output) == expected
+
+
+def test_a_run_that_is_resumed_with_other_settings_is_refused(one_rank: tuple[Path, list[float]]) -> None:
+    preset, _ = one_rank
+    settings = load_settings(preset, ["loss.l1=0.5"])
+    with pytest.raises(InputError, match=r"loss\.l1=0\.9.*0\.5"):
+        train(settings, (settings.output / "latest").resolve(), False)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_advice(tmp_path: Path, tiny_target: Path) -> None:
+    preset = tiny_preset(tmp_path, tiny_target, train={"lr": 1e30, "clip": 1e30})
+    with pytest.raises(InputError, match=r"the loss is (nan|inf).*lower train\.lr"):
+        train(load_settings(preset, []), None, False)
