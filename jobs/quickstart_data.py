@@ -7,6 +7,7 @@ Answers that the token limit cut off are left out, so that no row teaches an end
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from jobs.progress import stage
 
 DATA = Path("platform/data")
 SEED, TRAIN_PER_DOMAIN, HELD_OUT_PER_DOMAIN = 0, 160, 20
-MAX_NEW_TOKENS, BATCH = 160, 16
+MAX_NEW_TOKENS, BATCH = 320, 16
 
 
 def main() -> None:
@@ -34,9 +35,13 @@ def main() -> None:
     train, held_out = expand_prompts(DATA / "prompts.yaml", SEED, TRAIN_PER_DOMAIN, HELD_OUT_PER_DOMAIN)
     _write(DATA / "quickstart_held_out.jsonl", (_row(prompt) for prompt in held_out))
     target = load_target(TargetSettings(model=quickstart.NAME, dtype=native_precision(gpu=torch.cuda.is_available())))
-    rows = list(_answered(target, train, console))
+    answered = list(_answered(target, train, console))
+    rows = _thirds(answered)
     _write(DATA / "quickstart.jsonl", rows)
-    console.print(f"{len(rows)} conversations; {len(train) - len(rows)} answers longer than {MAX_NEW_TOKENS} left out")
+    console.print(
+        f"{len(rows)} conversations; {len(train) - len(answered)} answers longer than {MAX_NEW_TOKENS} tokens left out, "
+        f"{len(answered) - len(rows)} to keep the domains equal"
+    )
 
 
 def _answered(target: Target, prompts: list[Prompt], console: Console) -> Iterable[dict[str, Any]]:
@@ -54,6 +59,18 @@ def _answered(target: Target, prompts: list[Prompt], console: Console) -> Iterab
                     text = str(target.tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
                     yield _row(prompt, text)
             bar.update(at + len(group))
+
+
+def _thirds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Equally many rows of every domain, the first ones of each."""
+    fewest = min(Counter(row["domain"] for row in rows).values())
+    seen: Counter[str] = Counter()
+    kept = []
+    for row in rows:
+        seen[row["domain"]] += 1
+        if seen[row["domain"]] <= fewest:
+            kept.append(row)
+    return kept
 
 
 def _row(prompt: Prompt, answer: str | None = None) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The Ray that a command runs on: a local one for this job, or a cluster that is joined."""
 
 import logging
-import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -59,8 +58,8 @@ def _start(settings: Settings) -> None:
     if wanted.address == "local":
         if wanted.dashboard_port is not None:
             _check_port(wanted.dashboard_port)
-        # Ray's ports listen on every interface of the machine: without a token anyone near could run code.
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        # RAY_AUTH_MODE stays as it is: unset, Ray makes a token for this cluster, since its ports listen on every
+        # interface and anyone near could run code without one. Ray reads the variable before this module can set it.
         ray.init(
             address="local",
             num_cpus=int(-(-needed_cpus(settings) // 1)),
