@@ -27,6 +27,7 @@ from dspark.data.plan import windows
 from dspark.errors import InputError
 from dspark.model.drafter import new_drafter
 from dspark.model.vocabulary import Vocabulary
+from dspark.model.warm_start import start_from_target
 from dspark.target import DTYPES, default_device, load_vocabulary
 from dspark.training.means import Means, add_means, stack_means, values_of
 from dspark.training.objective import DraftObjective
@@ -74,8 +75,10 @@ def train(task: TrainTask) -> None:
     torch.set_num_threads(settings.threads)
     device = default_device()
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
-    objective = DraftObjective(new_drafter(task.draft, task.settings.seed), task.settings.loss)
-    engine = make_engine(objective, settings, task.plan.steps)
+    drafter = new_drafter(task.draft, task.settings.seed)
+    if task.settings.drafter.init == "target":
+        start_from_target(drafter, task.settings.target)
+    engine = make_engine(DraftObjective(drafter, task.settings.loss), settings, task.plan.steps)
     vocabulary = load_vocabulary(task.settings.target, device, DTYPES[settings.precision])
     start = restore(engine, task)
 

@@ -68,6 +68,9 @@ class DrafterSettings(Section):
     mask_token_id: Count = Field(description="token in the slots behind the anchor; never derived, always given")
     markov_rank: Count = Field(256, description="rank r of the Markov head; 0: none (DFlash)")
     markov_head: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    init: Literal["random", "target"] = Field(
+        "random", description="start of the draft layers: at random, or as copies of the target's last layers"
+    )
     confidence: bool = Field(True, description="whether a confidence head is trained")
     confidence_with_markov: bool = Field(True, description="the confidence head also reads the Markov embedding")
 
@@ -118,7 +121,7 @@ class TrainSettings(Section):
     max_steps: Positive | None = Field(None, description="stop after so many optimizer steps, whatever `epochs` says")
     lr: Annotated[float, Field(gt=0)] = 6e-4
     warmup: Fraction = Field(0.04, description="share of the steps over which the rate rises from 0; then cosine to 0")
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="decay of AdamW's two moments")
     weight_decay: Weight = 0.0
     clip: Annotated[float, Field(gt=0)] = Field(1.0, description="largest gradient norm")
     log_every: Positive = 10

@@ -8,6 +8,7 @@ call, M cached positions, L taps, H hidden width.
 import hashlib
 import json
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -188,19 +189,30 @@ def load_vocabulary(settings: TargetSettings, device: torch.device, dtype: torch
     Raises:
         InputError: the files hold no such tensors.
     """
-    config, folder = load_config(settings), resolve(settings)
+    config = load_config(settings)
     family = family_of(config)
-    wanted = {f"{family.decoder}.embed_tokens.weight": "embedding", f"{family.head}.weight": "head"}
+    embedding, head = f"{family.decoder}.embed_tokens.weight", f"{family.head}.weight"
+    found = load_tensors(settings, {embedding, head}, optional={head} if config.tie_word_embeddings else set())
+    found = {name: tensor.to(device=device, dtype=dtype) for name, tensor in found.items()}
+    return Vocabulary(found[embedding], found[embedding] if config.tie_word_embeddings else found[head])
+
+
+def load_tensors(
+    settings: TargetSettings, names: AbstractSet[str], optional: AbstractSet[str] = frozenset()
+) -> dict[str, Tensor]:
+    """Single tensors of a target by name, as they are stored.
+
+    Raises:
+        InputError: names the tensors that the files lack and that are not optional.
+    """
+    folder = resolve(settings)
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            for name in wanted.keys() & set(tensors.keys()):
-                found[wanted[name]] = tensors.get_tensor(name).to(device=device, dtype=dtype)
-    if config.tie_word_embeddings and "embedding" in found:
-        found["head"] = found["embedding"]
-    if missing := {"embedding", "head"} - found.keys():
-        raise InputError(f"target {settings.model!r} in {folder} lacks its {' and '.join(sorted(missing))} tensor")
-    return Vocabulary(found["embedding"], found["head"])
+            found |= {name: tensors.get_tensor(name) for name in names & set(tensors.keys())}
+    if missing := names - found.keys() - optional:
+        raise InputError(f"target {settings.model!r} in {folder} lacks the tensors {', '.join(sorted(missing))}")
+    return found
 
 
 def native_precision(gpu: bool) -> Literal["fp32", "bf16"]:

@@ -39,7 +39,7 @@ def main() -> None:
     rows = _thirds(answered)
     _write(DATA / "quickstart.jsonl", rows)
     console.print(
-        f"{len(rows)} conversations; {len(train) - len(answered)} answers longer than {MAX_NEW_TOKENS} tokens left out, "
+        f"{len(rows)} conversations; {len(train) - len(answered)} answers of over {MAX_NEW_TOKENS} tokens left out, "
         f"{len(answered) - len(rows)} to keep the domains equal"
     )
 

@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
-WORDS = "the cat sat on a mat and then it ran to see what was in the box of red hats".split()
+WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "ran", "to", "see", "what", "was", "in", "its", "red", "hat")
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,8 @@ from dspark.model.config import DraftConfig
 from dspark.model.heads import ConfidenceHead, MarkovHead
 from dspark.model.layers import DraftLayer, KeyValues, RMSNorm, RotaryTable
 
+_MARKOV_STD = 0.5
+
 
 class Drafter(nn.Module):
     """Everything of a drafter that is trained. The target's embedding and head come as a `Vocabulary`.
@@ -56,17 +58,18 @@ class Drafter(nn.Module):
 def new_drafter(config: DraftConfig, seed: int) -> Drafter:
     """A freshly initialised drafter, equal for equal seeds.
 
-    Linear and embedding weights are normal with the target's deviation, norms are one and biases zero; W2 starts at
-    zero, so that the drafter begins as its own DFlash and the Markov bias grows from the gradient.
+    Linear weights are normal with the target's deviation, norms are one and biases zero. W2 starts at zero, so that the
+    drafter begins as its own DFlash; W1 starts wide, since the bias W2 e moves at the pace of e.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         drafter = Drafter(config)
         for module in drafter.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=config.init_std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         if drafter.markov_head is not None:
+            nn.init.normal_(drafter.markov_head.markov_w1.weight, std=_MARKOV_STD)
             nn.init.zeros_(drafter.markov_head.markov_w2.weight)
     return drafter

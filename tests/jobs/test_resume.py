@@ -1,0 +1,110 @@
+"""Runs that are killed, resumed or misled: real processes, real signals."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dspark.errors import InputError
+from jobs.config import load_settings
+from jobs.train import train
+from tests.conftest import tiny_preset
+
+pytestmark = pytest.mark.faults
+REPOSITORY = Path(__file__).parents[2]
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "history.jsonl").read_text().splitlines()]
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """`dspark train` in a process group of its own, so that a signal reaches what it started."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "jobs.train", *arguments]
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> tuple[Path, list[float]]:
+    """A preset, and the losses of its undisturbed run."""
+    preset = tiny_preset(tmp_path_factory.mktemp("whole"), tiny_target, train={"checkpoint_every": 5, "epochs": 2})
+    run = start(str(preset))
+    _, errors = run.communicate(timeout=280)
+    assert run.returncode == 0, errors[-3000:]
+    return preset, losses(load_settings(preset, []).output / "latest")
+
+
+def test_a_killed_driver_resumes_with_the_losses_of_the_undisturbed_run(
+    whole: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    preset, expected = whole
+    run = start(str(preset), f"output={tmp_path}")
+    deadline = time.monotonic() + 240
+    while not list(tmp_path.glob("*/train/checkpoint_manager_snapshot.json")):
+        assert run.poll() is None, run.communicate()[1][-3000:]
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    folder = (tmp_path / "latest").resolve()
+    resumed = start(str(preset), f"output={tmp_path}", "--resume", str(folder))
+    _, errors = resumed.communicate(timeout=280)
+    assert resumed.returncode == 0, errors[-3000:]
+    assert losses(folder) == pytest.approx(expected, rel=1e-6)
+    assert (folder / "drafter" / "model.safetensors").is_file()
+
+
+def test_a_finished_run_that_is_resumed_trains_nothing_and_keeps_its_records(
+    whole: tuple[Path, list[float]], local_ray: None
+) -> None:
+    preset, expected = whole
+    settings = load_settings(preset, [])
+    folder = (settings.output / "latest").resolve()
+    train(settings, folder, False)
+    assert losses(folder) == expected
+
+
+def test_a_run_that_is_resumed_with_other_settings_is_refused(whole: tuple[Path, list[float]], local_ray: None) -> None:
+    settings = load_settings(whole[0], ["loss.l1=0.5"])
+    with pytest.raises(InputError, match=r"loss\.l1=0\.9.*0\.5"):
+        train(settings, (settings.output / "latest").resolve(), False)
+
+
+def test_a_folder_that_is_no_run_is_not_resumed(whole: tuple[Path, list[float]], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no run folder"):
+        train(load_settings(whole[0], []), tmp_path, False)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_advice(
+    tmp_path: Path, tiny_target: Path, local_ray: None
+) -> None:
+    preset = tiny_preset(tmp_path, tiny_target, train={"lr": 1e30, "clip": 1e30})
+    with pytest.raises(InputError, match=r"the loss is (nan|inf).*lower train\.lr"):
+        train(load_settings(preset, []), None, False)
+
+
+def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path, tiny_target: Path) -> None:
+    run = start(str(tiny_preset(tmp_path, tiny_target)), "ray.address=127.0.0.1:1")
+    _, errors = run.communicate(timeout=280)
+    assert run.returncode == 2
+    assert "no Ray cluster answers there" in " ".join(errors.split())
+
+
+def test_a_port_that_is_in_use_is_named(tmp_path: Path, tiny_target: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        run = start(str(tiny_preset(tmp_path, tiny_target)), f"ray.dashboard_port={taken.getsockname()[1]}")
+        _, errors = run.communicate(timeout=280)
+    assert run.returncode == 2
+    assert "in use on this machine" in " ".join(errors.split())
