@@ -15,11 +15,11 @@ export DS_ACCELERATOR ?= cpu
 endif
 
 # The target of demo and tests comes with the installation: nothing may wait for a hub.
-demo test test-faults: export HF_HUB_OFFLINE := 1
+demo test test-faults readme: export HF_HUB_OFFLINE := 1
 # Without a token, Ray writes none to the user's home. It knows `disabled` and `token`.
 test test-faults: export RAY_AUTH_MODE ?= disabled
 
-.PHONY: help demo test test-faults lint quickstart-data reference clean
+.PHONY: help readme record demo test test-faults lint quickstart-data reference clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -44,6 +44,12 @@ test: $(STAMP) ## all tests but the fault tests
 test-faults: $(STAMP) ## tests that kill or starve a part of a running job
 	@code=0; $(BIN)/python -m pytest -m faults || code=$$?; \
 	if [ $$code -eq 5 ]; then echo "there are no fault tests: nothing was run"; else exit $$code; fi
+
+readme: $(STAMP) ## run every command of README.md, on the drafter that `make demo` left
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python benchmarks/readme_commands.py
+
+record: $(STAMP) ## write docs/quickstart.md and its pictures from the newest run
+	$(BIN)/python benchmarks/record_quickstart.py
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

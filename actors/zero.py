@@ -44,7 +44,7 @@ def learning_rate(steps: int, warmup: float) -> Callable[[int], float]:
 def make_engine(objective: DraftObjective, train: TrainSettings, steps: int) -> DeepSpeedEngine:
     """The engine of this rank: AdamW with warm-up and cosine, ZeRO stage and precision from the settings."""
     optimizer = torch.optim.AdamW(
-        objective.parameters(), lr=train.lr, betas=train.betas, weight_decay=train.weight_decay
+        objective.parameters(), lr=train.lr, betas=train.betas, weight_decay=train.weight_decay, fused=True
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate(steps, train.warmup))
     engine, *_ = deepspeed.initialize(

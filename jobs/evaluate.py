@@ -36,6 +36,7 @@ def evaluate(settings: Settings, checkpoint: Path, dry_run: bool) -> None:
     if dry_run:
         return
     experiment = open_experiment(settings, None)
+    experiment.drafter.symlink_to(checkpoint)  # so that `latest/drafter` is a drafter after any kind of run
     with experiment.tracker:
         with ray_session(settings):
             prepared = time.perf_counter()

@@ -131,3 +131,9 @@ def _coloured(sample: Sample, anchors: NDArray[np.int64], tokenizer: PreTrainedT
 
 def _safe(text: str) -> str:
     return CONTROL.sub("\ufffd", text)
+
+
+if __name__ == "__main__":
+    from jobs.cli import command_main
+
+    command_main("inspect")

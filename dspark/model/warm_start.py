@@ -30,7 +30,8 @@ def start_from_target(drafter: Drafter, target: TargetSettings) -> None:
     config = drafter.config
     if config.layers > config.target_layers:
         raise InputError(
-            f"drafter.init=target copies {config.layers} layers of a target with {config.target_layers}: lower drafter.layers"
+            f"drafter.init=target copies {config.layers} layers, the target has {config.target_layers}: "
+            "lower drafter.layers"
         )
     prefix = f"{family_of(load_config(target)).decoder}."
     sources: dict[str, Tensor] = {}
