@@ -14,14 +14,19 @@ from dspark.training.objective import DraftObjective
 
 
 def engine_settings(train: TrainSettings) -> dict[str, Any]:
-    """DeepSpeed's configuration for the settings of a run."""
+    """DeepSpeed's configuration for the settings of a run.
+
+    Gradients are accumulated in fp32, but for bf16 under ZeRO 0, where DeepSpeed has no such optimizer: there they are
+    accumulated in bf16 (master weights stay fp32), so stage 1 is the better choice with one rank too.
+    """
+    accumulated = "bf16" if train.precision == "bf16" and train.zero_stage == 0 else "fp32"
     return {
         "train_micro_batch_size_per_gpu": train.micro_batch,
         "gradient_accumulation_steps": train.accumulation,
         "gradient_clipping": train.clip,
         "steps_per_print": 10**9,
         "bf16": {"enabled": train.precision == "bf16"},
-        "data_types": {"grad_accum_dtype": "fp32"},
+        "data_types": {"grad_accum_dtype": accumulated},
         "communication_data_type": "fp32",
         "zero_optimization": {"stage": train.zero_stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,

@@ -125,11 +125,12 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 def print_results(console: Console, result: Mapping[str, Any]) -> None:
     """The table at the end of a run, with the definition of its main number under it."""
     table = Table(title="speculative decoding against plain decoding of the same target", title_justify="left")
-    for column in ("prompts", "n", "acceptance length", "accepted", "plain tok/s", "speculative tok/s", "speed-up"):
-        table.add_column(column, justify="left" if column == "prompts" else "right")
+    table.add_column("prompts", no_wrap=True)
+    for column in ("n", "acceptance length", "accepted", "plain tok/s", "spec. tok/s", "speed-up"):
+        table.add_column(column, justify="right")
     for part in (result["held_out"], result["benchmarks"]):
         for summary in part.values():
-            name = f"temperature {summary['temperature']:g}"
+            name = f"T={summary['temperature']:g}"
             for domain, row in summary["by_domain"].items():
                 table.add_row(f"{name}, {domain}", *_cells(row))
             table.add_row(f"{name}, all", *_cells(summary["overall"]), style="bold", end_section=True)

@@ -13,6 +13,7 @@ from dspark.errors import InputError
 
 # Ray Data's own tasks (re-cutting blocks) run beside the actors and need room of their own.
 _DATA_CPUS = 2
+_CONNECT_TIMEOUT_S = 10
 
 
 def needed_cpus(settings: Settings) -> float:
@@ -71,12 +72,27 @@ def _start(settings: Settings) -> None:
             logging_level=logging.WARNING,
         )
         return
+    _check_answers(wanted.address)
     try:
         ray.init(address=wanted.address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(
             f"ray.address={wanted.address!r}: no Ray cluster answers there ({str(error).splitlines()[0]}). Start one "
             "with `ray start --head`, correct the address, or set ray.address=local"
+        ) from error
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself waits for minutes at an address where nobody listens."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise InputError(
+            f"ray.address={address!r}: no Ray cluster answers there ({error}). Start one with `ray start "
+            "--head`, correct the address, or set ray.address=local"
         ) from error
 
 

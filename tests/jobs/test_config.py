@@ -47,7 +47,7 @@ def test_a_preset_sets_what_it_names_and_leaves_the_rest_at_its_defaults(preset:
     assert settings.name == "small"
     assert settings.drafter.taps == (1, 3)
     assert settings.loss.l1 == 0.9
-    assert settings.train.betas == (0.9, 0.95)
+    assert settings.train.betas == (0.9, 0.999)
 
 
 def test_a_number_with_an_exponent_and_no_dot_is_a_number(preset: Path) -> None:
@@ -123,7 +123,7 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_key(preset: Pat
         ("seed=1.5", "seed: found 1.5, needed a valid integer"),
         ("drafter.confidence=1", "drafter.confidence: found 1, needed a valid boolean"),
         ("train.zero_stage=7", "train.zero_stage: found 7, needed 0, 1, 2 or 3"),
-        ("target.dtype=fp16", "target.dtype: found \"fp16\", needed 'fp32' or 'bf16'"),
+        ("target.dtype=fp16", "target.dtype: found \"fp16\", needed 'auto', 'fp32' or 'bf16'"),
         ("drafter.taps=[1, x]", 'drafter.taps.1: found "x", needed a valid integer'),
         ("loss=0.5", "loss: found 0.5, needed an object"),
         ("train.workers=0", "train.workers: found 0, needed greater than or equal to 1"),
