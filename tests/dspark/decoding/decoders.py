@@ -1,0 +1,129 @@
+"""Tiny targets, drafters and requests that the tests of the decoding engine share."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dspark.config import DrafterSettings, LossSettings, TargetSettings
+from dspark.decoding.engine import Engine, Generation, Request, Sampling
+from dspark.model.config import draft_config
+from dspark.model.drafter import Drafter, new_drafter
+from dspark.target import Target, load_target
+from dspark.training.batch import Batch
+from dspark.training.blocks import make_blocks
+from dspark.training.objective import DraftObjective, step_weight
+from tests.tiny import MASK_ID, tiny_target_folder, tiny_tokenizer
+
+HEADS = ["none", "vanilla", "gated", "rnn"]
+TAPS = (0, 2, 4)
+BLOCK = 4
+
+
+@cache
+def tiny_target(family: str = "llama") -> Target:
+    with TemporaryDirectory() as folder:
+        return load_target(TargetSettings(model=str(tiny_target_folder(Path(folder), family)), dtype="fp32"))
+
+
+@cache
+def small_vocabulary_target(tokens: int) -> Target:
+    """Two layers and a few tokens: chance alone accepts many drafts, and laws can be written out."""
+    sizes: dict[str, Any] = {
+        "vocab_size": tokens, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "initializer_range": 0.4,
+        "pad_token_id": None, "eos_token_id": None, "bos_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+    return Target(model, tiny_tokenizer(), "small", "local", "none")
+
+
+def random_drafter(target: Target, head: str, taps: tuple[int, ...] = TAPS, mask: int = MASK_ID) -> Drafter:
+    """Untrained, with a Markov bias and confidences that are not all alike."""
+    kind: Any = "vanilla" if head == "none" else head
+    settings = DrafterSettings(
+        layers=2, block=BLOCK, taps=taps, mask_token_id=mask, markov_rank=0 if head == "none" else 8,
+        markov_head=kind, confidence_with_markov=head != "none",
+    )  # fmt: skip
+    drafter = new_drafter(draft_config(target.config, settings), seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in drafter.named_parameters():
+        if parameter.ndim == 2:
+            parameter.data.normal_(std=1.5 if "markov_w2" in name else 0.3, generator=generator)
+    return drafter.eval()
+
+
+def requests(target: Target, count: int, new: int, sampling: Sampling | None = None) -> list[Request]:
+    """Prompts of 1, 4, 7, ... tokens."""
+    generator = torch.Generator().manual_seed(3)
+    high = min(target.vocab_size, 256)
+    return [
+        Request(
+            f"request {number}",
+            tuple(torch.randint(high, (1 + 3 * number,), generator=generator).tolist()),
+            new + number,
+            sampling or Sampling(),
+        )
+        for number in range(count)
+    ]
+
+
+@torch.inference_mode()
+def without_cache(target: Target, request: Request) -> tuple[int, ...]:
+    """Greedy decoding that computes everything anew for every token."""
+    ids = list(request.prompt)
+    for _ in range(request.max_new_tokens):
+        final = target.states(torch.tensor([ids]), ()).final
+        ids.append(int(target.vocabulary.logits(final[0, -1]).argmax()))
+        if ids[-1] in target.stop_ids:
+            break
+    return tuple(ids[len(request.prompt) :])
+
+
+def text_batch(target: Target, ids: Sequence[int]) -> Batch:
+    ids_BS = torch.tensor([list(ids)])
+    states = target.states(ids_BS, TAPS)
+    return Batch(ids_BS, torch.ones_like(ids_BS, dtype=torch.bool), states.taps.clone(), states.final.clone())
+
+
+@cache
+def trained_drafter() -> Drafter:
+    """Trained for 60 steps on the target's own greedy texts, long enough to guess many of their tokens."""
+    target = tiny_target()
+    drafter = random_drafter(target, "vanilla").train()
+    texts = [
+        text_batch(target, [*request.prompt, *generation.tokens])
+        for request, generation in zip(
+            requests(target, 4, 40), Engine(target, None, 4, 100).generate(requests(target, 4, 40)), strict=True
+        )
+    ]
+    objective = DraftObjective(drafter, LossSettings(ce=1.0, l1=0.0))
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    for step in range(60):
+        batch = texts[step % len(texts)]
+        anchors = [np.arange(batch.input_ids_BS.shape[1] - 1)]
+        blocks = make_blocks(batch.input_ids_BS, batch.loss_mask_BS, anchors, BLOCK, gamma=None)
+        objective(target.vocabulary, batch, blocks, step_weight(blocks)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return drafter.eval()
+
+
+def accepted(generations: Sequence[Generation]) -> int:
+    return sum(round.accepted for generation in generations for round in generation.rounds)
+
+
+def outcomes(generations: Sequence[Generation]) -> list[Any]:
+    """Everything but the confidences, which a batch changes by rounding."""
+    return [
+        (one.tokens, one.drafted, [(round.proposed, round.accepted, round.kept) for round in one.rounds])
+        for one in generations
+    ]
