@@ -125,7 +125,7 @@ def ray_token(environment: Mapping[str, str], home: Path) -> Check:
     found = "RAY_AUTH_MODE is not set" if mode is None else f"RAY_AUTH_MODE={mode}"
     open_to_all = "whoever reaches its ports can run code: set RAY_AUTH_MODE=token where others share the network"
     if mode is None:
-        return Check(name, None, found, f"a Ray that a job starts asks for no token, {open_to_all}")
+        return Check(name, True, f"{found}: a Ray that a job starts makes a token and asks for it")
     if mode.lower() == "disabled":
         return Check(name, None, found, f"Ray asks for no token, {open_to_all}")
     if mode.lower() != "token":

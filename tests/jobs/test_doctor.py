@@ -67,7 +67,7 @@ def test_a_missing_package_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 @pytest.mark.parametrize(
     ("environment", "ok", "found"),
     [
-        ({}, None, "RAY_AUTH_MODE is not set"),
+        ({}, True, "RAY_AUTH_MODE is not set: a Ray that a job starts makes a token and asks for it"),
         ({"RAY_AUTH_MODE": "disabled"}, None, "RAY_AUTH_MODE=disabled"),
         ({"RAY_AUTH_MODE": "none"}, False, "RAY_AUTH_MODE=none"),
         ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "abc"}, True, "RAY_AUTH_MODE=token, token from RAY_AUTH_TOKEN"),
