@@ -76,10 +76,7 @@ def _start(settings: Settings) -> None:
     try:
         ray.init(address=wanted.address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise InputError(
-            f"ray.address={wanted.address!r}: no Ray cluster answers there ({str(error).splitlines()[0]}). Start one "
-            "with `ray start --head`, correct the address, or set ray.address=local"
-        ) from error
+        raise _no_answer(wanted.address, str(error).splitlines()[0]) from error
 
 
 def _check_answers(address: str) -> None:
@@ -90,10 +87,14 @@ def _check_answers(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        raise InputError(
-            f"ray.address={address!r}: no Ray cluster answers there ({error}). Start one with `ray start "
-            "--head`, correct the address, or set ray.address=local"
-        ) from error
+        raise _no_answer(address, str(error)) from error
+
+
+def _no_answer(address: str, reason: str) -> InputError:
+    return InputError(
+        f"ray.address={address!r}: no Ray cluster answers there ({reason}). Start one with `ray start --head`, "
+        "correct the address, or set ray.address=local"
+    )
 
 
 def _check_port(port: int) -> None:
