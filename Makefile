@@ -15,11 +15,11 @@ export DS_ACCELERATOR ?= cpu
 endif
 
 # The target of demo and tests comes with the installation: nothing may wait for a hub.
-demo test test-faults readme: export HF_HUB_OFFLINE := 1
+demo test test-faults readme curves: export HF_HUB_OFFLINE := 1
 # Without a token, Ray writes none to the user's home. It knows `disabled` and `token`.
 test test-faults: export RAY_AUTH_MODE ?= disabled
 
-.PHONY: help readme record demo test test-faults lint quickstart-data reference clean
+.PHONY: help readme record demo test test-faults lint quickstart-data curves reference clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -58,6 +58,9 @@ lint: $(STAMP) ## ruff and mypy
 
 quickstart-data: $(STAMP) ## write the quickstart's conversations again, with the target's own answers
 	$(BIN)/python -m jobs.quickstart_data
+
+curves: $(STAMP) ## compare loss curves of the quickstart: a second run, and two ranks under ZeRO 2 and 3
+	$(BIN)/python benchmarks/loss_curves.py
 
 reference: $(STAMP) ## compare with the stored reference cases
 	$(BIN)/dspark check-reference tests/golden/*

@@ -2,14 +2,17 @@
 
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import ray
 import torch
+from numpy.typing import NDArray
 
 from dspark.capture import capture, prove_capture
 from dspark.config import TargetPoolSettings, TargetSettings
 from dspark.data.captures import Origin
 from dspark.data.rows import sample_at
+from dspark.model.warm_start import Bigrams, bigrams_of
 from dspark.target import load_target
 
 
@@ -26,3 +29,13 @@ class TargetActor:
     def __call__(self, window: pa.Table) -> pa.Table:
         samples = [sample_at(self.rows, row) for row in window.column("row").to_pylist()]
         return capture(self.target, samples, self.origin, self.batch_tokens)
+
+
+@ray.remote
+def target_bigrams(
+    target: TargetSettings, pool: TargetPoolSettings, prompt: list[int], counts_V: NDArray[np.int64]
+) -> Bigrams:
+    """What the target predicts after `prompt` and each token that was counted."""
+    torch.set_num_threads(pool.threads)
+    tokens_N = np.flatnonzero(counts_V)
+    return bigrams_of(load_target(target), prompt, torch.from_numpy(tokens_N), torch.from_numpy(counts_V[tokens_N]))

@@ -1,13 +1,16 @@
 """What a training run is, as one small value that travels to every rank."""
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dspark.config import Settings, dotted
 from dspark.data.captures import Origin
 from dspark.data.plan import Plan
+from dspark.data.rows import samples_fingerprint
 from dspark.model.config import DraftConfig
 
 
@@ -20,6 +23,8 @@ class TrainTask:
     plan: Plan
     sample_ids: tuple[str, ...]
     origin: Origin
+    kept: NDArray[np.int64] | None  # ids of the tokens that the drafter may propose; None: all
+    start: Any  # object reference to the `Bigrams` that a drafter begins with; None: none are wanted
     records: Any  # ray.util.queue.Queue, filled by rank 0 with one dict per logged step
 
     def positions(self, step: int, rank: int) -> range:
@@ -35,7 +40,7 @@ class TrainTask:
         sections = {
             "seed": settings.seed,
             "plan": self.plan.identity,
-            "data": hashlib.sha256("\n".join(self.sample_ids).encode()).hexdigest()[:32],
+            "data": samples_fingerprint(self.sample_ids),
             "target": {"fingerprint": self.origin.fingerprint, "dtype": self.origin.dtype},
             "targets": settings.targets.model_dump(mode="json", include={"batch_tokens", "window_rows"}),
             "drafter": settings.drafter.model_dump(mode="json"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import deepspeed
 import pyarrow as pa
+import ray
 import ray.train
 import torch
 import torch.distributed as dist
@@ -25,9 +26,9 @@ from dspark.config import Settings
 from dspark.data.captures import origin_of
 from dspark.data.plan import windows
 from dspark.errors import InputError
-from dspark.model.drafter import new_drafter
+from dspark.model.drafter import Drafter, new_drafter
 from dspark.model.vocabulary import Vocabulary
-from dspark.model.warm_start import start_from_target
+from dspark.model.warm_start import start_from_bigrams, start_from_target
 from dspark.target import DTYPES, default_device, load_vocabulary
 from dspark.training.means import Means, add_means, stack_means, values_of
 from dspark.training.objective import DraftObjective
@@ -75,11 +76,11 @@ def train(task: TrainTask) -> None:
     torch.set_num_threads(settings.threads)
     device = default_device()
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
-    drafter = new_drafter(task.draft, task.settings.seed)
-    if task.settings.drafter.init == "target":
-        start_from_target(drafter, task.settings.target)
+    drafter = _fresh_drafter(task)
+    vocabulary = load_vocabulary(task.settings.target, device, DTYPES[settings.precision]).narrowed(drafter.kept)
+    if task.start is not None:
+        start_from_bigrams(drafter, ray.get(task.start), vocabulary)
     engine = make_engine(DraftObjective(drafter, task.settings.loss), settings, task.plan.steps)
-    vocabulary = load_vocabulary(task.settings.target, device, DTYPES[settings.precision])
     start = restore(engine, task)
 
     clock, means = Clock(), list[Means]()
@@ -95,6 +96,14 @@ def train(task: TrainTask) -> None:
             means = []
         if done % settings.checkpoint_every == 0 or last:
             save(engine, task, done)
+
+
+def _fresh_drafter(task: TrainTask) -> Drafter:
+    kept = None if task.kept is None else torch.from_numpy(task.kept)
+    drafter = new_drafter(task.draft, task.settings.seed, kept)
+    if task.settings.drafter.init == "target":
+        start_from_target(drafter, task.settings.target)
+    return drafter
 
 
 def captured_shares(task: TrainTask, start: int, clock: Clock) -> Iterator[tuple[int, pa.Table]]:

@@ -69,7 +69,11 @@ class DrafterSettings(Section):
     markov_rank: Count = Field(256, description="rank r of the Markov head; 0: none (DFlash)")
     markov_head: Literal["vanilla", "gated", "rnn"] = "vanilla"
     init: Literal["random", "target"] = Field(
-        "random", description="start of the draft layers: at random, or as copies of the target's last layers"
+        "random",
+        description="at random, or layers as copies of the target's last ones and the Markov head from its bigrams",
+    )
+    vocab: Positive | None = Field(
+        None, description="propose from the training rows' most frequent tokens alone, so many; null: from all"
     )
     confidence: bool = Field(True, description="whether a confidence head is trained")
     confidence_with_markov: bool = Field(True, description="the confidence head also reads the Markov embedding")

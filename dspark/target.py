@@ -124,6 +124,13 @@ def _stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(token for token in flat if token is not None)
 
 
+def special_tokens(config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that mean something beyond their text: the tokenizer's special tokens and whatever ends a text."""
+    eos = config.eos_token_id
+    named = [*tokenizer.all_special_ids, *(eos if isinstance(eos, list) else [eos])]
+    return frozenset(token for token in named if token is not None and token < config.vocab_size)
+
+
 def resolve(settings: TargetSettings) -> Path:
     """The folder to load from: a local one, the quickstart's dense copy, or the local snapshot of a hub id.
 

@@ -16,9 +16,11 @@ from safetensors.torch import load_file
 
 from actors.checkpoints import DRAFTER, finished_steps, newest_checkpoint
 from actors.pipelines import capture_options, captured_steps
+from actors.target import target_bigrams
 from actors.task import TrainTask
 from actors.trainer import train_rank
 from dspark.config import Settings
+from dspark.data.rows import sample_at, supervised_counts
 from dspark.errors import InputError
 from dspark.model.checkpoints import save_drafter
 from dspark.target import DTYPES, load_config, load_vocabulary
@@ -46,7 +48,9 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
     settings, plan = experiment.settings, rows.plan
     storage = experiment.checkpoints
     queue = Queue(actor_options={"num_cpus": 0})
-    task = TrainTask(settings, rows.draft, plan, rows.sample_ids, rows.origin, queue)
+    done = finished_steps(newest_checkpoint(storage))
+    start = None if done or settings.drafter.init == "random" else _bigrams(settings, rows)
+    task = TrainTask(settings, rows.draft, plan, rows.sample_ids, rows.origin, rows.kept, start, queue)
     table = [ray.put(rows.table)]
 
     def dataset() -> ray.data.Dataset:
@@ -70,13 +74,27 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
         datasets={"steps": dataset},
         dataset_config=DataConfig(execution_options=capture_options(settings), enable_shard_locality=False),
     )
-    done = finished_steps(newest_checkpoint(storage))
     with stage(console, "train", plan.steps) as bar, Records(experiment, queue, bar, done) as records:
         trainer.fit()
     if records.error is not None:
         raise InputError(records.error)
     _export(experiment, rows)
     return Fitted(plan.steps, records.history)
+
+
+def _bigrams(settings: Settings, rows: Rows) -> Any:
+    """A reference to the target's bigrams of the supervised tokens, after the prompt of the first row.
+
+    They are waited for: trainers that hold the last free CPU while they need a task that has none would hang.
+    """
+    first = sample_at(rows.table, 0)
+    prompt = first.input_ids[: int(first.loss_mask.argmax())].tolist()
+    pool = settings.targets
+    counts = supervised_counts(rows.table, rows.draft.vocab)
+    task = target_bigrams.options(num_cpus=pool.cpus, num_gpus=pool.gpus)
+    reference = task.remote(settings.target, pool, prompt, counts)
+    ray.wait([reference])
+    return reference
 
 
 class Records:

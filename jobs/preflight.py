@@ -52,8 +52,10 @@ def needs_of(settings: Settings, rows: Rows) -> Needs:
     # Adam holds two moments beside the fp32 master weights and gradients; ZeRO deals parts of them to the ranks.
     shared = {0: 0, 1: 12, 2: 16, 3: 16}[train.zero_stage]
     rank = drafter * (forward + 16 - shared) + drafter * shared // train.workers + vocabulary * forward
-    # Logits, probabilities and their gradients of all slots, for drafter and target.
-    objective = 8 * 4 * train.micro_batch * train.anchors * draft.block * draft.vocab
+    # Logits, probabilities and their gradients: of the drafter's slots, and of the target's distinct positions.
+    slots = train.micro_batch * train.anchors * draft.block
+    positions = min(slots, train.micro_batch * settings.data.max_length)
+    objective = 4 * (6 * slots * draft.draft_vocab + 2 * positions * draft.vocab)
     actors = settings.targets.max_actors or settings.targets.actors
     capture = 4 * settings.targets.batch_tokens * draft.hidden * (len(draft.taps) + 8)
     state = drafter * (forward + 12) + drafter * forward

@@ -3,12 +3,16 @@
     platform/data/prompts.yaml -> training prompts -> the target's own greedy answers -> quickstart.jsonl
                                -> held-out prompts ---------------------------------> quickstart_held_out.jsonl
 
-Answers that the token limit cut off are left out, so that no row teaches an end that the target never wrote.
+Answers that the token limit cut off are marked (`finish: length`), so that no row teaches an end that the target never
+wrote.
 """
 
 import json
-from collections import Counter
+import multiprocessing
+import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +25,12 @@ from dspark.data.conversations import Message
 from dspark.data.prompts import Prompt, expand_prompts
 from dspark.data.render import Renderer
 from dspark.decoding.engine import Engine, Request, Sampling
-from dspark.target import Target, load_target, native_precision
+from dspark.target import Target, load_target
 from jobs.progress import stage
 
 DATA = Path("platform/data")
-SEED, TRAIN_PER_DOMAIN, HELD_OUT_PER_DOMAIN = 0, 160, 20
-MAX_NEW_TOKENS, BATCH = 320, 16
+SEED, TRAIN_PER_DOMAIN, HELD_OUT_PER_DOMAIN = 0, 800, 20
+MAX_NEW_TOKENS, BATCH, TASK = 64, 48, 96
 
 
 def main() -> None:
@@ -34,43 +38,41 @@ def main() -> None:
     console = Console()
     train, held_out = expand_prompts(DATA / "prompts.yaml", SEED, TRAIN_PER_DOMAIN, HELD_OUT_PER_DOMAIN)
     _write(DATA / "quickstart_held_out.jsonl", (_row(prompt) for prompt in held_out))
-    target = load_target(TargetSettings(model=quickstart.NAME, dtype=native_precision(gpu=torch.cuda.is_available())))
-    answered = list(_answered(target, train, console))
-    rows = _thirds(answered)
+    quickstart.ensure_dense_copy()
+    # What is decoded together does not depend on the number of processes, so neither do the answers.
+    tasks = [train[at : at + TASK] for at in range(0, len(train), TASK)]
+    rows: list[dict[str, Any]] = []
+    context = multiprocessing.get_context("spawn")
+    with stage(console, "answers", len(train)) as bar, ProcessPoolExecutor(os.cpu_count(), context) as pool:
+        for answered in pool.map(answer, tasks):
+            rows += answered
+            bar.update(len(rows))
     _write(DATA / "quickstart.jsonl", rows)
-    console.print(
-        f"{len(rows)} conversations; {len(train) - len(answered)} answers of over {MAX_NEW_TOKENS} tokens left out, "
-        f"{len(answered) - len(rows)} to keep the domains equal"
-    )
+    cut = sum("finish" in row for row in rows)
+    console.print(f"{len(rows)} conversations, {cut} of them cut after {MAX_NEW_TOKENS} tokens")
 
 
-def _answered(target: Target, prompts: list[Prompt], console: Console) -> Iterable[dict[str, Any]]:
-    renderer = Renderer(target.tokenizer, target.config.max_position_embeddings, None)
-    engine = Engine(target, None, BATCH, target.config.max_position_embeddings)
-    with stage(console, "answers", len(prompts)) as bar:
-        for at in range(0, len(prompts), 4 * BATCH):
-            group = prompts[at : at + 4 * BATCH]
-            requests = [
-                Request(prompt.id, tuple(renderer.prompt([Message("user", prompt.text)])), MAX_NEW_TOKENS, Sampling())
-                for prompt in group
-            ]
-            for prompt, answer in zip(group, engine.generate(requests), strict=True):
-                if answer.finish == "stop":
-                    text = str(target.tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
-                    yield _row(prompt, text)
-            bar.update(at + len(group))
+@cache
+def _target() -> Target:
+    """The target of this process."""
+    torch.set_num_threads(1)
+    return load_target(TargetSettings(model=quickstart.NAME, dtype="fp32"))
 
 
-def _thirds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Equally many rows of every domain, the first ones of each."""
-    fewest = min(Counter(row["domain"] for row in rows).values())
-    seen: Counter[str] = Counter()
-    kept = []
-    for row in rows:
-        seen[row["domain"]] += 1
-        if seen[row["domain"]] <= fewest:
-            kept.append(row)
-    return kept
+def answer(prompts: list[Prompt]) -> list[dict[str, Any]]:
+    """Rows of prompts with the target's greedy answers."""
+    target = _target()
+    limit = target.config.max_position_embeddings
+    renderer = Renderer(target.tokenizer, limit, None)
+    requests = [
+        Request(prompt.id, tuple(renderer.prompt([Message("user", prompt.text)])), MAX_NEW_TOKENS, Sampling())
+        for prompt in prompts
+    ]
+    rows = []
+    for prompt, found in zip(prompts, Engine(target, None, BATCH, limit).generate(requests), strict=True):
+        text = str(target.tokenizer.decode(list(found.tokens), skip_special_tokens=True))
+        rows.append(_row(prompt, text) | ({"finish": "length"} if found.finish == "length" else {}))
+    return rows
 
 
 def _row(prompt: Prompt, answer: str | None = None) -> dict[str, Any]:

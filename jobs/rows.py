@@ -1,9 +1,10 @@
 """From settings to token rows, plan and architecture: all that can be known before a weight is loaded."""
 
-import hashlib
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from dspark.config import Settings
@@ -11,11 +12,12 @@ from dspark.data.captures import Origin
 from dspark.data.conversations import Dropped, read_conversations
 from dspark.data.plan import Plan, make_plan
 from dspark.data.render import Renderer, render
-from dspark.data.rows import rows_table
+from dspark.data.rows import rows_table, samples_fingerprint, supervised_counts
 from dspark.errors import InputError
 from dspark.evaluation.benchmarks import EvaluationPrompt, benchmark_prompts, held_out_prompts
 from dspark.model.config import DraftConfig, draft_config
-from dspark.target import fingerprint, load_config, load_tokenizer, resolve
+from dspark.model.vocabulary import keep_tokens
+from dspark.target import fingerprint, load_config, load_tokenizer, resolve, special_tokens
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Rows:
     plan: Plan
     draft: DraftConfig
     origin: Origin
+    kept: NDArray[np.int64] | None  # ids of the tokens that the drafter may propose, ascending; None: all
 
     @property
     def sample_ids(self) -> tuple[str, ...]:
@@ -35,7 +38,7 @@ class Rows:
     @property
     def fingerprint(self) -> str:
         """Hash of the sample ids in their order."""
-        return hashlib.sha256("\n".join(self.sample_ids).encode()).hexdigest()[:32]
+        return samples_fingerprint(self.sample_ids)
 
     @property
     def tokens(self) -> int:
@@ -64,7 +67,8 @@ def prepare_rows(settings: Settings) -> Rows:
         raise InputError(
             f"data.max_length={data.max_length} exceeds the {config.max_position_embeddings} positions of the target"
         )
-    renderer = Renderer(load_tokenizer(settings.target), data.max_length, data.thinking)
+    tokenizer = load_tokenizer(settings.target)
+    renderer = Renderer(tokenizer, data.max_length, data.thinking)
     conversations = read_conversations(data.conversations, data.roles, data.max_bad_fraction)
     rendered = render(renderer, conversations, data.max_bad_fraction)
     train = settings.train
@@ -78,7 +82,12 @@ def prepare_rows(settings: Settings) -> Rows:
         hidden=draft.hidden,
         dtype=settings.target.dtype,
     )
-    return Rows(rows_table(rendered.samples), conversations.dropped + rendered.dropped, plan, draft, origin)
+    table = rows_table(rendered.samples)
+    kept = None
+    if draft.draft_vocab < draft.vocab:
+        counts = supervised_counts(table, draft.vocab)
+        kept = keep_tokens(counts, draft.draft_vocab, special_tokens(config, tokenizer))
+    return Rows(table, conversations.dropped + rendered.dropped, plan, draft, origin, kept)
 
 
 def prepare_prompts(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> PromptRows:

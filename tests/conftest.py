@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import yaml
 
@@ -16,6 +17,10 @@ from tests.tiny import MASK_ID, tiny_target_folder
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
+# How long an example takes says something of the machine, not of the code.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "ran", "to", "see", "what", "was", "in", "its", "red", "hat")
 
@@ -61,7 +66,15 @@ def tiny_preset(folder: Path, target: Path, rows: int = 33, **sections: Any) -> 
             "held_out": str(write_conversations(folder / "held_out.jsonl", 6, seed=1)),
             "max_length": 128,
         },
-        "drafter": {"layers": 1, "block": 4, "taps": [0, 2, 4], "mask_token_id": MASK_ID, "markov_rank": 8},
+        "drafter": {
+            "layers": 1,
+            "block": 4,
+            "taps": [0, 2, 4],
+            "mask_token_id": MASK_ID,
+            "markov_rank": 8,
+            "init": "target",
+            "vocab": 200,
+        },
         "train": {
             "precision": "fp32",
             "global_batch": 2,

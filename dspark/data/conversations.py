@@ -22,7 +22,7 @@ ROLES = ("system", "user", "assistant", "tool")
 ALIASES = {"human": "user", "gpt": "assistant"}
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 MESSAGE_KEYS = ("messages", "conversations", "turns")
-LABEL_KEYS = ("id", "domain", "category")
+LABEL_KEYS = ("id", "domain", "category", "finish")
 # Parts of an answer that a Message cannot hold: without them the target would never have written the rest.
 UNSUPPORTED = ("tool_calls", "function_call", "reasoning_content")
 DUPLICATE = "the same as an earlier row"
@@ -45,6 +45,7 @@ class Conversation:
     messages: tuple[Message, ...]
     domain: str | None
     row: int
+    finished: bool = True  # false: a token limit cut the last answer, so nothing says where it would have ended
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def read_conversations(path: Path, roles: Mapping[str, str], max_bad_fraction: f
 
     A row holds `messages` or `conversations`, a list of {role, content} or {from, value}, or `turns`, a list of user
     texts of which only the first is taken: the later ones need answers that the row does not have. `id` and `domain`
-    (or `category`) are optional; a missing id becomes a hash of the messages. Tool definitions beside the messages are
+    (or `category`) are optional; a missing id becomes a hash of the messages. `finish: length` says that a token limit
+    cut the last answer. Tool definitions beside the messages are
     not read. `roles` adds names to the built-in aliases human and gpt. Rows of .json and .parquet are numbered by
     position, of .jsonl by line; through the files of a folder the numbers run on.
 
@@ -226,7 +228,8 @@ def _conversation(raw: Any, row: int, roles: Mapping[str, str]) -> tuple[Convers
     pairs = json.dumps([[message.role, message.content] for message in messages], ensure_ascii=False)
     digest = hashlib.sha256(_encoded(pairs)).hexdigest()
     domain = _label(raw, "domain") or _label(raw, "category")
-    return Conversation(_label(raw, "id") or digest[:16], messages, domain, row), digest
+    finished = raw.get("finish") != "length"
+    return Conversation(_label(raw, "id") or digest[:16], messages, domain, row, finished), digest
 
 
 def _message(turn: Any, roles: Mapping[str, str]) -> Message:

@@ -94,7 +94,7 @@ class Renderer:
             return dropped("no assistant turn")
         try:
             text = self._text(conversation.messages)
-            spans = self._spans(conversation.messages, text)
+            spans = self._spans(conversation, text)
         except _Refused as refused:
             return dropped(str(refused))
         if not spans:
@@ -131,25 +131,29 @@ class Renderer:
         assert isinstance(text, str)
         return text
 
-    def _spans(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
+    def _spans(self, conversation: Conversation, text: str) -> list[tuple[int, int]]:
         """Character ranges of the supervised answers in `text`, in order.
 
         An answer counts only if the text up to its end is what the target would have written at this point of the
         conversation. Earlier answers whose thinking the template strips do not, nor does an answer that opens the
-        conversation: no request leads to it.
+        conversation: no request leads to it. The end-of-turn token behind an answer that was cut off is not the
+        target's.
         """
-        spans = []
+        messages, spans = conversation.messages, []
         for turn in range(1, len(messages)):
             if messages[turn].role != "assistant":
                 continue
             head = self._text(messages[:turn], generation_prompt=True)
-            end = self._end(messages[: turn + 1], head)
+            closed = conversation.finished or turn + 1 < len(messages)
+            end = self._end(messages[: turn + 1], head, closed)
             if end is not None and text.startswith(end):
                 spans.append((len(head), len(end)))
         return spans
 
-    def _end(self, messages: Sequence[Message], head: str) -> str | None:
-        """The text up to the end of the last answer, end-of-turn token included; None if `head` does not lead to it.
+    def _end(self, messages: Sequence[Message], head: str, closed: bool) -> str | None:
+        """The text up to the end of the last answer, with its end-of-turn token where it is `closed`.
+
+        None if `head` does not lead to it.
 
         What the template prints behind the content is found by writing one more character: it may trim, split or
         repeat the content, and the content may hold special tokens itself.
@@ -162,7 +166,7 @@ class Renderer:
         probe = self._text([*messages[:-1], Message("assistant", longer)])
         behind = _common_end(text[len(head) :], probe[len(head) :])
         content_end = len(text) - behind
-        token = self._end_of_turn.search(text, content_end) if self._end_of_turn else None
+        token = self._end_of_turn.search(text, content_end) if self._end_of_turn and closed else None
         return text[: token.end() if token else content_end]
 
 

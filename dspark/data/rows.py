@@ -1,9 +1,11 @@
 """Rendered samples as one Arrow table: token rows as they are kept in memory, in the object store and on disk."""
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from dspark.data.render import Sample
 
@@ -30,6 +32,18 @@ def rows_table(samples: Sequence[Sample]) -> pa.Table:
         ],
         schema=SCHEMA,
     )
+
+
+def samples_fingerprint(sample_ids: Sequence[str]) -> str:
+    """Hash of sample ids in their order: the identity of a data set."""
+    return hashlib.sha256("\n".join(sample_ids).encode()).hexdigest()[:32]
+
+
+def supervised_counts(rows: pa.Table, vocab: int) -> NDArray[np.int64]:
+    """How often each token id [V] is supervised."""
+    ids = rows.column("input_ids").combine_chunks().flatten().to_numpy()
+    mask = np.frombuffer(b"".join(rows.column("loss_mask").to_pylist()), dtype=np.uint8)
+    return np.bincount(ids[mask.astype(bool)], minlength=vocab)
 
 
 def sample_at(table: pa.Table, row: int) -> Sample:

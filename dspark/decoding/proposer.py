@@ -3,7 +3,8 @@
 taps of committed tokens --context--> keys and values, written once
 [anchor, mask, ...] --one pass over context and block--> states --head--> base logits --Markov head by slot--> drafts
 
-Shape suffixes: R active rows, K slots of the pass, N committed positions of any rows, L taps, H hidden width, r rank.
+Shape suffixes: R active rows, K slots of the pass, N committed positions of any rows, L taps, H hidden width, r rank,
+D tokens that may be drafted.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ class Proposer:
     """A drafter with the context of every row that is being decoded."""
 
     def __init__(self, drafter: Drafter, vocabulary: Vocabulary, rows: int) -> None:
-        self.drafter, self.vocabulary = drafter, vocabulary
+        self.drafter, self.vocabulary = drafter, vocabulary.narrowed(drafter.kept)
         self.store = context_store(drafter.config, rows, vocabulary.head_VH.device, vocabulary.head_VH.dtype)
 
     def observe(self, rows_N: Tensor, positions_N: Tensor, taps_NLH: Tensor) -> None:
@@ -45,17 +46,17 @@ class Proposer:
         """Drafts the `slots` tokens that follow each row's anchor, whose context ends just before the anchor."""
         # Contiguous, or a batched product would read the head once per row.
         states_RKH = self._states(anchor_ids_R, anchors)[:, :slots].contiguous()
-        logits_RKV = self.vocabulary.logits(states_RKH)
+        logits_RKD = self.vocabulary.draft_logits(states_RKH)
         head = self.drafter.markov_head
         previous_R, carried, tokens, embedded = anchor_ids_R, None, [], []
         for slot in range(slots):
-            logits_RV = logits_RKV[:, slot].float()
+            logits_RD = logits_RKD[:, slot].float()
             if head is not None:
                 e_Rr = head.embed(previous_R)
                 features_Rr, carried = head.step(e_Rr, states_RKH[:, slot], carried)
-                logits_RV = logits_RV + head.bias(features_Rr).float()
+                logits_RD = logits_RD + head.bias(features_Rr).float()
                 embedded.append(e_Rr)
-            previous_R = sampler.choose(logits_RV, slot)
+            previous_R = sampler.choose(logits_RD, slot, self.vocabulary)
             tokens.append(previous_R)
         return Proposal(torch.stack(tokens, dim=1), self._confidences(states_RKH, embedded))
 

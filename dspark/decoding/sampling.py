@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dspark.errors import InputError
+from dspark.model.vocabulary import Vocabulary
 
 Purpose = Literal["draft", "accept", "next"]
 # Each purpose reads its own 8 bytes of one hash; "next" is the residual or bonus token, of which a position has one.
@@ -124,10 +125,11 @@ class Sampler:
         ]
         self.greedy = sum(map(len, members.values())) < len(places)
 
-    def choose(self, logits_RV: Tensor, slot: int) -> Tensor:
-        """Draft tokens [R] of one slot."""
+    def choose(self, logits_RD: Tensor, slot: int, vocabulary: Vocabulary) -> Tensor:
+        """Draft tokens [R] of one slot, from draft logits over the tokens that the drafter may propose."""
         if not self.groups:
-            return logits_RV.argmax(-1)
+            return vocabulary.tokens(logits_RD.argmax(-1))
+        logits_RV = vocabulary.spread(logits_RD)
         tokens_R = logits_RV.argmax(-1) if self.greedy else logits_RV.new_empty(len(self.places), dtype=torch.int64)
         for group in self.groups:
             q_NV = distribution(logits_RV[group.rows], group.sampling)

@@ -29,6 +29,7 @@ from dspark.model.vocabulary import Vocabulary
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 RUN_KEY = "dspark"
+MAPS = {"d2t": torch.int64, "t2d": torch.bool}  # of a reduced vocabulary
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -46,14 +47,14 @@ def assemble(tensors: Mapping[str, Tensor], config: DraftConfig) -> tuple[Drafte
     """A drafter and its vocabulary from tensors that are named as in the layout; the memory is shared with them.
 
     Raises:
-        InputError: names every tensor that is missing, unexpected or of another shape.
+        InputError: names every tensor that is missing, unexpected or of another shape, and maps that contradict.
     """
     drafter = _blank(config)
-    if faults := _shape_faults(tensors, drafter):
+    if faults := _shape_faults(tensors, drafter) or _map_faults(tensors, config):
         raise InputError("; ".join(faults))
     drafter.rotary = RotaryTable(config)
     drafter.load_state_dict({name: tensors[name] for name in drafter.state_dict()}, assign=True)
-    return drafter, Vocabulary(tensors[EMBEDDING], tensors[HEAD])
+    return drafter, Vocabulary(tensors[EMBEDDING], tensors[HEAD]).narrowed(drafter.kept)
 
 
 def save_drafter(
@@ -79,7 +80,7 @@ def save_drafter(
     assert not faults, faults
     values = config_to_json(config, target_config, anchors, dtype) | {RUN_KEY: dict(extra)}
     # The file format refuses tensors that share memory, as a tied embedding and head do: each gets its own copy.
-    copies = {name: tensor.detach().to("cpu", dtype, copy=True).contiguous() for name, tensor in tensors.items()}
+    copies = {name: _stored(tensor, dtype) for name, tensor in tensors.items()}
     partial = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
     try:
         partial.mkdir(parents=True)
@@ -120,6 +121,12 @@ def load_drafter(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
     )
 
 
+def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of its own on the CPU; maps of token ids keep their type."""
+    kind = dtype if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", kind, copy=True).contiguous()
+
+
 def _blank(config: DraftConfig) -> Drafter:
     """A drafter without memory: names and shapes alone."""
     with torch.device("meta"):
@@ -141,12 +148,24 @@ def _shape_faults(tensors: Mapping[str, Tensor], drafter: Drafter) -> list[str]:
     ]
 
 
+def _map_faults(tensors: Mapping[str, Tensor], config: DraftConfig) -> list[str]:
+    """What is wrong with the two maps of a reduced vocabulary."""
+    if config.draft_vocab == config.vocab:
+        return []
+    if wrong := [name for name, dtype in MAPS.items() if tensors[name].dtype != dtype]:
+        return [f"tensor {name} is {dtype_name(tensors[name].dtype)}, needed {MAPS[name]}" for name in wrong]
+    kept_D = torch.arange(config.draft_vocab) + tensors["d2t"].cpu()
+    if not torch.equal(kept_D, tensors["t2d"].cpu().nonzero()[:, 0]):
+        return ["tensors d2t and t2d name different tokens, or not in ascending order"]
+    return []
+
+
 def _dtype_faults(tensors: Mapping[str, Tensor], declared: str | None) -> list[str]:
     allowed = [DTYPES[declared]] if declared else list(DTYPES.values())
     return [
         f"tensor {name} is {dtype_name(tensor.dtype)}, needed {' or '.join(map(dtype_name, allowed))}"
         for name, tensor in tensors.items()
-        if tensor.dtype not in allowed
+        if tensor.dtype not in allowed and name not in MAPS
     ]
 
 

@@ -19,6 +19,7 @@ class DraftConfig:
     kv_heads: int
     head_dim: int
     vocab: int
+    draft_vocab: int  # tokens that the drafter may propose, D; the target's V unless it is reduced
     norm_eps: float
     max_positions: int
     rope: dict[str, Any]
@@ -42,6 +43,10 @@ def draft_config(target: PreTrainedConfig, settings: DrafterSettings) -> DraftCo
         InputError: a tap outside -1..layers-2, or a mask token that is out of range or already means something.
     """
     _check_taps(settings.taps, target.num_hidden_layers)
+    if settings.vocab is not None and settings.vocab > target.vocab_size:
+        raise InputError(
+            f"drafter.vocab={settings.vocab} exceeds the target's {target.vocab_size} tokens: lower it, or leave it out"
+        )
     check_mask_token(settings.mask_token_id, target)
     heads = target.num_attention_heads
     return DraftConfig(
@@ -51,6 +56,7 @@ def draft_config(target: PreTrainedConfig, settings: DrafterSettings) -> DraftCo
         kv_heads=getattr(target, "num_key_value_heads", None) or heads,
         head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
         vocab=target.vocab_size,
+        draft_vocab=settings.vocab or target.vocab_size,
         norm_eps=target.rms_norm_eps,
         max_positions=target.max_position_embeddings,
         rope=dict(target.rope_parameters),

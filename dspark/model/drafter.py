@@ -24,6 +24,9 @@ class Drafter(nn.Module):
     Shape suffixes: B batch, S context positions, Q block positions, L taps, H hidden width.
     """
 
+    d2t: Tensor
+    t2d: Tensor
+
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
@@ -34,6 +37,22 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(config.hidden, config.norm_eps)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
+        if config.draft_vocab < config.vocab:
+            # In the form that serving engines read: offsets from draft ids to token ids, and which tokens are kept.
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(config.vocab, dtype=torch.bool))
+
+    @property
+    def kept(self) -> Tensor | None:
+        """Ids [D] of the tokens that may be proposed, ascending; None: all."""
+        if self.config.draft_vocab == self.config.vocab:
+            return None
+        return torch.arange(self.config.draft_vocab, device=self.d2t.device) + self.d2t
+
+    def keep(self, kept_D: Tensor) -> None:
+        """Sets the ids [D], ascending, of the tokens that may be proposed."""
+        self.d2t.copy_(kept_D - torch.arange(len(kept_D)))
+        self.t2d.zero_()[kept_D] = True
 
     def context(self, taps_BSLH: Tensor, positions_BS: Tensor) -> list[KeyValues]:
         """Context keys and values of every layer, from concatenated taps [B, S, L*H] at positions [B, S]."""
@@ -55,8 +74,8 @@ class Drafter(nn.Module):
         return self.norm(x)
 
 
-def new_drafter(config: DraftConfig, seed: int) -> Drafter:
-    """A freshly initialised drafter, equal for equal seeds.
+def new_drafter(config: DraftConfig, seed: int, kept: Tensor | None = None) -> Drafter:
+    """A freshly initialised drafter, equal for equal seeds; `kept` [D] are the ids of a reduced vocabulary.
 
     Linear weights are normal with the target's deviation, norms are one and biases zero. W2 starts at zero, so that the
     drafter begins as its own DFlash; W1 starts wide, since the bias W2 e moves at the pace of e.
@@ -72,4 +91,6 @@ def new_drafter(config: DraftConfig, seed: int) -> Drafter:
         if drafter.markov_head is not None:
             nn.init.normal_(drafter.markov_head.markov_w1.weight, std=_MARKOV_STD)
             nn.init.zeros_(drafter.markov_head.markov_w2.weight)
+    if kept is not None:
+        drafter.keep(kept)
     return drafter

@@ -1,6 +1,6 @@
 """Markov heads (a bias from the token before) and the confidence head (will this slot be accepted).
 
-Shape suffixes: ... any leading dimensions, K slots of a block, r Markov rank, H hidden width, V vocabulary.
+Shape suffixes: ... any leading dimensions, K slots of a block, r Markov rank, H hidden width, D draft tokens.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.kind = config.markov_head
         self.markov_w1 = nn.Embedding(config.vocab, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.vocab, bias=False)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab, bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(config.hidden + config.markov_rank, config.markov_rank)
         if self.kind == "rnn":
@@ -62,7 +62,7 @@ class MarkovHead(nn.Module):
         return torch.stack(features, dim=-2)
 
     def bias(self, features: Tensor) -> Tensor:
-        """The bias [..., V] that is added to the base logits."""
+        """The bias [..., D] that is added to the base logits."""
         return self.markov_w2(features)
 
 

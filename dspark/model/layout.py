@@ -27,6 +27,7 @@ class _Layout(BaseModel):
     model_type: Literal["qwen3"]
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     vocab_size: Positive
+    draft_vocab_size: Positive | None = None
     hidden_size: Positive
     intermediate_size: Positive
     num_attention_heads: Positive
@@ -65,6 +66,11 @@ class _Layout(BaseModel):
             ("layer_types", kinds == self.num_hidden_layers, f"{kinds} types for {self.num_hidden_layers} layers"),
             ("target_layer_ids", max(taps) < last, f"{taps} must lie in -1..{last - 1}"),
             ("mask_token_id", self.mask_token_id < self.vocab_size, f"must be below vocab_size={self.vocab_size}"),
+            (
+                "draft_vocab_size",
+                (self.draft_vocab_size or 1) <= self.vocab_size,
+                f"must be at most vocab_size={self.vocab_size}",
+            ),
             ("num_attention_heads", queries % keys == 0, f"{queries} is no multiple of num_key_value_heads={keys}"),
             ("hidden_act", self.hidden_act in ACT2FN, f"{self.hidden_act!r} is not known"),
             ("markov_head_type", not without_type, "missing, and markov_rank is not 0"),
@@ -89,6 +95,7 @@ def config_from_json(values: Mapping[str, Any]) -> DraftConfig:
         kv_heads=layout.num_key_value_heads,
         head_dim=layout.head_dim,
         vocab=layout.vocab_size,
+        draft_vocab=layout.draft_vocab_size or layout.vocab_size,
         norm_eps=layout.rms_norm_eps,
         max_positions=layout.max_position_embeddings,
         rope=_rope(layout),
@@ -146,6 +153,7 @@ def config_to_json(
         "rope_parameters": dict(config.rope),
         "rope_theta": config.rope["rope_theta"],
         "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
+        **({"draft_vocab_size": config.draft_vocab} if config.draft_vocab < config.vocab else {}),
         "num_target_layers": config.target_layers,
         "target_layer_ids": list(config.taps),
         "block_size": config.block,

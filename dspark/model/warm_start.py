@@ -1,8 +1,13 @@
-"""Draft layers that start as copies of the target's last layers, instead of at random.
+"""Drafters that start from what the target knows, instead of at random.
 
-The copied layers read the last tap through the norm that they read it through in the target, so their context keys and
-values are the target's own from the first step on; what training has left to learn is the side of the queries.
+Layers are copies of the target's last ones: they read the last tap through the norm that they read it through in the
+target, so their context keys and values are the target's own from the first step on, and what training has left to
+learn is the side of the queries. The Markov head starts as the best low-rank form of the target's bigrams: of what it
+predicts when it has seen one token of an answer.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,10 +16,72 @@ from dspark.config import TargetSettings
 from dspark.errors import InputError
 from dspark.model.drafter import Drafter
 from dspark.model.families import family_of
-from dspark.target import load_config, load_tensors
+from dspark.model.vocabulary import Vocabulary
+from dspark.target import Target, load_config, load_tensors
 
 # What the other taps, mixed in at random, add to the last one at the start.
 _OTHER_TAPS = 0.1
+
+
+# Tokens in one forward of `bigrams_of`; their attention mask grows with the square.
+_TOGETHER = 512
+# Deviation of the columns of W1, as in `new_drafter`.
+_MARKOV_STD = 0.5
+
+
+@dataclass(frozen=True)
+class Bigrams:
+    """What a target predicts after single tokens: N tokens, how often the data has each, and the states after them."""
+
+    tokens_N: Tensor
+    counts_N: Tensor
+    states_NH: Tensor  # normed last states: the head makes logits of them
+
+
+def bigrams_of(target: Target, prompt: Sequence[int], tokens: Tensor, counts: Tensor) -> Bigrams:
+    """The target's states after `prompt` and one token, for each of `tokens` [N].
+
+    Every token sees the prompt and itself, so that one row holds many of them.
+    """
+    states, first = [], len(prompt)
+    for together in tokens.split(_TOGETHER):
+        ids_1Q = torch.cat((torch.tensor(prompt, dtype=torch.int64), together))[None].to(target.device)
+        width = ids_1Q.shape[1]
+        positions_1Q = torch.arange(width, device=target.device).clamp(max=first)[None]
+        columns_Q = torch.arange(width, device=target.device)
+        visible_QQ = (columns_Q < first) & (columns_Q <= columns_Q[:, None]) | (columns_Q == columns_Q[:, None])
+        states.append(target.states(ids_1Q, (), positions_1Q, visible_QQ[None, None]).final[0, first:].float().cpu())
+    return Bigrams(tokens, counts, torch.cat(states))
+
+
+@torch.no_grad()
+def start_from_bigrams(drafter: Drafter, bigrams: Bigrams, vocabulary: Vocabulary) -> None:
+    """Overwrites W1 and W2 so that the bias after a token comes closest to the target's logits after it.
+
+    Least squares over all pairs, each token weighted by its count, about the mean over the tokens: what all tokens
+    share is left to the layers. Tokens that the data lacks get no bias. A gated head starts at half open gates, which
+    is made up for; an rnn head has no such start and stays as it is.
+
+    With G the rows of the head for the D draft tokens, G = Q R, and X the weighted states, the bias matrix is
+    X R^T Q^T; its r leading right singular vectors v in the basis Q give W2 = Q v and W1 = (states - mean) R^T v.
+    """
+    head = drafter.markov_head
+    if head is None or head.kind == "rnn":
+        return
+    rows_DH = vocabulary.draft_head_DH.float().cpu()
+    basis_DH, mix_HH = torch.linalg.qr(rows_DH - rows_DH.mean(0))
+    weights_N1 = bigrams.counts_N.float()[:, None] / bigrams.counts_N.sum()
+    centred_NH = (bigrams.states_NH - (weights_N1 * bigrams.states_NH).sum(0)) @ mix_HH.T
+    _, _, directions_HH = torch.linalg.svd(weights_N1.sqrt() * centred_NH, full_matrices=False)
+    directions_Hr = directions_HH[: drafter.config.markov_rank].T
+    features_Nr = centred_NH @ directions_Hr
+    scale_r = features_Nr.std(0).clamp(min=1e-6) / _MARKOV_STD
+    found = directions_Hr.shape[1]
+    head.markov_w1.weight.zero_()
+    head.markov_w1.weight[bigrams.tokens_N, :found] = (features_Nr / scale_r).to(head.markov_w1.weight)
+    openness = 0.5 if head.kind == "gated" else 1.0
+    head.markov_w2.weight.zero_()
+    head.markov_w2.weight[:, :found] = (basis_DH @ directions_Hr * scale_r / openness).to(head.markov_w2.weight)
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """The DSpark objective over the supervised slots of a batch (paper section 3.3, equations 8 to 12).
 
 Nothing here reduces over ranks, logs or synchronises: sums and weights are returned, the caller divides.
-Shape suffixes: B batch, A blocks, K slots, N supervised slots of the batch, V vocabulary, H hidden, S context, r rank.
+Shape suffixes: B batch, A blocks, K slots, N supervised slots of the batch, V vocabulary, D tokens that may be drafted
+(D = V unless the drafter's vocabulary is reduced), H hidden, S context, r rank.
 """
 
 from dataclasses import dataclass
@@ -65,12 +66,12 @@ def _seen_taps(batch: Batch, blocks: Blocks) -> Tensor:
 
 
 def draft_logits(drafter: Drafter, vocabulary: Vocabulary, output: DraftOutput, slots: Tensor) -> Tensor:
-    """Draft logits [N, V] in fp32 of the slots selected by the mask `slots` [B, A, K]."""
-    logits_NV = vocabulary.logits(output.hidden_BAKH[slots]).float()
+    """Draft logits [N, D] in fp32 of the slots selected by the mask `slots` [B, A, K]."""
+    logits_ND = vocabulary.draft_logits(output.hidden_BAKH[slots]).float()
     if drafter.markov_head is not None:
         assert output.features_BAKr is not None
-        logits_NV = logits_NV + drafter.markov_head.bias(output.features_BAKr[slots]).float()
-    return logits_NV
+        logits_ND = logits_ND + drafter.markov_head.bias(output.features_BAKr[slots]).float()
+    return logits_ND
 
 
 def target_logits(vocabulary: Vocabulary, batch: Batch, blocks: Blocks, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,17 +102,21 @@ class DraftObjective(nn.Module):
     def forward(self, vocabulary: Vocabulary, batch: Batch, blocks: Blocks, denominator: Tensor) -> Objective:
         """Loss = (ce sum + l1 sum + confidence sum, each times its setting) / denominator.
 
-        `denominator` is the sum of slot weights that the caller chose (design section 4: over the whole step).
+        `denominator` is the sum of slot weights that the caller chose (design section 4: over the whole step). With a
+        reduced vocabulary q is 0 outside it: the target's mass there counts in full in the l1 term, and a label there,
+        whose cross-entropy is infinite whatever the drafter does, adds nothing to the ce term.
         """
         output = run_drafter(self.drafter, vocabulary, batch, blocks)
         slots = blocks.valid_BAK
-        logits_NV = draft_logits(self.drafter, vocabulary, output, slots)
+        logits_ND = draft_logits(self.drafter, vocabulary, output, slots)
         with torch.no_grad():
             target_PV, row_N = target_logits(vocabulary, batch, blocks, slots)
-            target_probs_NV = target_PV.softmax(-1)[row_N]
+            target_PD = vocabulary.of_kept(target_PV.softmax(-1))
+            missed_N = (1 - target_PD.sum(-1)).clamp(min=0)[row_N] if vocabulary.kept_D is not None else 0.0
         weights_N = blocks.weights_BAK[slots]
-        ce_N = F.cross_entropy(logits_NV, blocks.labels_BAK[slots], reduction="none")
-        l1_N = (logits_NV.softmax(-1) - target_probs_NV).abs().sum(-1)
+        labels_N, kept_N = vocabulary.draft_ids(blocks.labels_BAK[slots])
+        ce_N = F.cross_entropy(logits_ND, labels_N, reduction="none") * kept_N
+        l1_N = (logits_ND.softmax(-1) - target_PD[row_N]).abs().sum(-1) + missed_N
         accept_N = (1 - l1_N.detach() / 2).clamp(0, 1)
         terms = {"ce": ce_N, "l1": l1_N}
         if output.confidence_BAK is not None:
@@ -125,7 +130,7 @@ class DraftObjective(nn.Module):
         means = {f"loss_{name}": weighted_mean(term, weights_N) for name, term in terms.items()}
         with torch.no_grad():
             means["loss"] = weighted_mean(loss_N, weights_N)
-            greedy_N = logits_NV.argmax(-1) == target_PV.argmax(-1)[row_N]
+            greedy_N = vocabulary.tokens(logits_ND.argmax(-1)) == target_PV.argmax(-1)[row_N]
             means |= acceptance_means(blocks, accept_N, greedy_N)
             if output.confidence_BAK is not None:
                 means |= confidence_means(blocks, output.confidence_BAK, accept_N)

@@ -21,6 +21,7 @@ SMALL = DraftConfig(
     kv_heads=2,
     head_dim=6,
     vocab=30,
+    draft_vocab=30,
     norm_eps=1e-6,
     max_positions=64,
     rope={"rope_type": "default", "rope_theta": 10000.0},

@@ -230,7 +230,7 @@ def test_files_that_are_there_pass(preset: Path, home: Path) -> None:
     check_files(settings)
 
 
-@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.settings(max_examples=50)
 @hypothesis.example(experiment="\x85", lr=1.0, seed=0, gamma=None)  # a line break to YAML
 @hypothesis.given(
     experiment=st.text(max_size=12),

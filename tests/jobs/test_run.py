@@ -103,6 +103,8 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path, tiny_targ
         (["drafter.mask_token_id=256"], "pad token"),
         (["drafter.taps=[0,5]"], "the target's last layer"),
         (["drafter.taps=[0,9]"], "layers 0 to 5"),
+        (["drafter.vocab=321"], "exceeds the target's 320 tokens"),
+        (["drafter.vocab=3"], "no room for the target's 4 special tokens"),
         (["drafter.markov_rank=0"], "markov_rank > 0"),
         (["drafter.layer=3"], "drafter.layer"),
         (["train.anchors=many"], "train.anchors"),

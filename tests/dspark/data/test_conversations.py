@@ -57,6 +57,19 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     assert found.dropped == ()
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_row_says_whether_a_token_limit_cut_its_last_answer(tmp_path: Path, name: str) -> None:
+    rows: list[dict[str, Any]] = [
+        {**HELLO, "finish": "length"}, {**BYE, "finish": "stop"}, {"turns": ["unanswered"]}
+    ]  # fmt: skip
+    if name == "a.parquet":
+        whole: dict[str, Any] = {"messages": None, "conversations": None, "turns": None, "finish": None}
+        pq.write_table(pa.Table.from_pylist([whole | row for row in rows]), tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(lines(*rows))
+    assert [row.finished for row in read(tmp_path / name).rows] == [False, True, True]
+
+
 def test_a_folder_is_read_in_name_order_and_its_row_numbers_run_on(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text(json.dumps([BYE]))
     (tmp_path / "a.jsonl").write_bytes(lines({"turns": ["first"]}) + b"not json\n")

@@ -1,6 +1,7 @@
 """Token rows and loss masks, on templates with the habits of real ones."""
 
 import hashlib
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -98,6 +99,13 @@ def test_every_answer_and_its_end_token_are_supervised_but_not_the_newline_behin
     assert made.loss_mask.tolist()[-2:] == [1, 0]
 
 
+@pytest.mark.parametrize("template", [CHATML, TRIMS])
+def test_the_end_of_an_answer_that_was_cut_off_is_not_supervised(template: str) -> None:
+    row = of(("user", "q"), ("assistant", "one"), ("user", "r"), ("assistant", "2, 3 and"))
+    assert answers_of(replace(row, finished=False), template) == ["one<|im_end|>", "2, 3 and"]
+    assert answers_of(row, template) == ["one<|im_end|>", "2, 3 and<|im_end|>"]
+
+
 def test_mask_positions_of_a_short_row_by_hand() -> None:
     # <start> user \n q <end> \n is 9 tokens, <start> assistant \n is 11; then h, i, <end>, \n.
     made = sample(renderer(), conversation("q", "hi"))
@@ -118,7 +126,7 @@ def test_tool_turns_are_not_supervised() -> None:
     assert answers_of(row) == ["call<|im_end|>", "done<|im_end|>"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     contents=st.lists(st.lists(st.sampled_from(PIECES), max_size=8).map("".join), min_size=2, max_size=6),
     trims_offsets=st.booleans(),

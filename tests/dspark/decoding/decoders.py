@@ -20,7 +20,7 @@ from dspark.training.blocks import make_blocks
 from dspark.training.objective import DraftObjective, step_weight
 from tests.tiny import MASK_ID, tiny_target_folder, tiny_tokenizer
 
-HEADS = ["none", "vanilla", "gated", "rnn"]
+HEADS = ["none", "vanilla", "gated", "rnn", "reduced"]  # reduced: a vanilla head over two thirds of the tokens
 TAPS = (0, 2, 4)
 BLOCK = 4
 
@@ -48,12 +48,14 @@ def small_vocabulary_target(tokens: int) -> Target:
 
 def random_drafter(target: Target, head: str, taps: tuple[int, ...] = TAPS, mask: int = MASK_ID) -> Drafter:
     """Untrained, with a Markov bias and confidences that are not all alike."""
-    kind: Any = "vanilla" if head == "none" else head
+    kind: Any = "vanilla" if head in ("none", "reduced") else head
+    kept = torch.arange(target.vocab_size)[torch.arange(target.vocab_size) % 3 != 1] if head == "reduced" else None
     settings = DrafterSettings(
         layers=2, block=BLOCK, taps=taps, mask_token_id=mask, markov_rank=0 if head == "none" else 8,
         markov_head=kind, confidence_with_markov=head != "none",
+        vocab=None if kept is None else len(kept),
     )  # fmt: skip
-    drafter = new_drafter(draft_config(target.config, settings), seed=1)
+    drafter = new_drafter(draft_config(target.config, settings), seed=1, kept=kept)
     generator = torch.Generator().manual_seed(2)
     for name, parameter in drafter.named_parameters():
         if parameter.ndim == 2:

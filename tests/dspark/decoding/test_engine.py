@@ -11,6 +11,7 @@ from torch import Tensor
 from dspark.decoding import engine as engine_module
 from dspark.decoding.engine import Engine, Request, Sampling
 from dspark.decoding.sampling import Place, Sampler, distribution
+from dspark.model.vocabulary import Vocabulary
 from dspark.training.batch import Batch
 from dspark.training.blocks import make_blocks
 from dspark.training.objective import draft_logits, run_drafter
@@ -92,9 +93,9 @@ class Recorder(Sampler):
         super().__init__(places, device)
         self.blocks.append([])
 
-    def choose(self, logits_RV: Tensor, slot: int) -> Tensor:
-        tokens_R = super().choose(logits_RV, slot)
-        self.blocks[-1].append((logits_RV.clone(), tokens_R))
+    def choose(self, logits_RD: Tensor, slot: int, vocabulary: Vocabulary) -> Tensor:
+        tokens_R = super().choose(logits_RD, slot, vocabulary)
+        self.blocks[-1].append((logits_RD.clone(), tokens_R))
         return tokens_R
 
 
@@ -122,9 +123,10 @@ def test_the_engine_drafts_what_the_training_pass_computes_from_the_same_tokens(
         batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), *target.states(ids, taps))
         blocks = make_blocks(ids, batch.loss_mask_BS, [np.array([len(text) - 1])], BLOCK, gamma=None)
         with torch.inference_mode():
-            output = run_drafter(drafter, target.vocabulary, batch, blocks)
+            vocabulary = target.vocabulary.narrowed(drafter.kept)
+            output = run_drafter(drafter, vocabulary, batch, blocks)
             slots = torch.arange(BLOCK)[None, None] < len(drafts)
-            wanted = draft_logits(drafter, target.vocabulary, output, slots)
+            wanted = draft_logits(drafter, vocabulary, output, slots)
         torch.testing.assert_close(torch.cat([logits for logits, _ in block]), wanted, atol=1e-4, rtol=0)
         assert output.confidence_BAK is not None
         assert round.confidences == pytest.approx(output.confidence_BAK[slots].sigmoid().tolist(), abs=1e-4)

@@ -12,8 +12,10 @@ from torch import Tensor, tensor
 
 from dspark.decoding.sampling import Place, Purpose, Sampler, Sampling, distribution, draw, uniform
 from dspark.errors import InputError
+from dspark.model.vocabulary import Vocabulary
 
 CPU = torch.device("cpu")
+ALL = Vocabulary(torch.zeros(1, 1), torch.zeros(1, 1))  # a drafter that may propose every token
 LAST = 1 - 2.0**-52  # the largest number that `uniform` can give
 PURPOSES: tuple[Purpose, ...] = ("draft", "accept", "next")
 
@@ -127,7 +129,7 @@ def test_at_temperature_zero_the_prefix_that_equals_the_argmax_is_accepted() -> 
 def test_a_draft_is_accepted_with_probability_p_over_q_and_else_replaced_from_the_residual() -> None:
     p, q = tensor([0.25, 0.25, 0.5]), tensor([1.0, 0.0, 0.0])
     sampler = Sampler(places([Sampling(temperature=1)] * 200), CPU)
-    drafts = sampler.choose(q.log().expand(200, 3), 0)
+    drafts = sampler.choose(q.log().expand(200, 3), 0, ALL)
     verdict = sampler.judge(p.log().expand(200, 2, 3), drafts[:, None], [1] * 200)
     for row, (accepted, following) in enumerate(zip(*verdict, strict=True)):
         assert drafts[row] == 0
@@ -147,7 +149,7 @@ def test_rows_with_different_rules_are_judged_as_if_each_were_alone() -> None:
 
     def run(rows: list[int]) -> list[list[int]]:
         sampler = Sampler([everyone[row] for row in rows], CPU)
-        drafts = torch.stack([sampler.choose(drafted[rows, slot], slot) for slot in range(2)], dim=1)
+        drafts = torch.stack([sampler.choose(drafted[rows, slot], slot, ALL) for slot in range(2)], dim=1)
         verdict = sampler.judge(target[rows], drafts, [proposed[row] for row in rows])
         return torch.stack((*drafts.unbind(1), *verdict), dim=1).tolist()
 
@@ -163,7 +165,7 @@ def speculative_pairs(target: Tensor, drafter: Tensor, rule: Sampling, rows: int
         sampler = Sampler([Place(rule, str(row), anchor) for row in alike], CPU)
         tokens = [tensor([texts[row][-1] for row in alike])]
         for slot in range(2):
-            tokens.append(sampler.choose(drafter[tokens[-1]], slot))
+            tokens.append(sampler.choose(drafter[tokens[-1]], slot, ALL))
         drafts = torch.stack(tokens[1:], dim=1)
         logits = torch.stack([target[token] for token in tokens], dim=1)
         verdict = sampler.judge(logits, drafts, [2] * len(alike))

@@ -264,3 +264,43 @@ def test_a_state_with_foreign_names_is_never_written(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"module\.fc\.weight is unexpected"):
         save_drafter(tmp_path / "d", state, config, small_vocabulary(config), TARGET, 1, torch.float32, {})
     assert os.listdir(tmp_path) == []
+
+
+def reduced(folder: Path, dtype: torch.dtype = torch.float32) -> Mapping[str, Tensor]:
+    """Saves a drafter that proposes from 12 of 30 tokens, and returns its state."""
+    config = small_config(draft_vocab=12)
+    drafter = small_drafter(config)
+    drafter.keep(torch.arange(0, 24, 2))
+    state = drafter.state_dict()
+    save_drafter(folder, state, config, small_vocabulary(config), TARGET, 12, dtype, {})
+    return state
+
+
+def test_a_reduced_vocabulary_lies_in_the_weights_and_its_size_in_the_config(tmp_path: Path) -> None:
+    state = reduced(tmp_path / "drafter", torch.bfloat16)
+    loaded = load(tmp_path / "drafter", torch.bfloat16)
+    assert json.loads((tmp_path / "drafter" / "config.json").read_text())["draft_vocab_size"] == 12
+    for name in ("d2t", "t2d"):
+        assert torch.equal(loaded.drafter.state_dict()[name], state[name])
+    assert loaded.vocabulary.kept_D is not None and loaded.vocabulary.kept_D.tolist() == list(range(0, 24, 2))
+    assert torch.equal(loaded.vocabulary.draft_head_DH, loaded.vocabulary.head_VH[:24:2])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tensors: tensors.pop("d2t"), "tensor d2t is missing"),
+        (lambda tensors: tensors.pop("t2d"), "tensor t2d is missing"),
+        (lambda tensors: tensors["d2t"].add_(1), "d2t and t2d name different tokens"),
+        (lambda tensors: tensors["t2d"].logical_not_(), "d2t and t2d name different tokens"),
+        (lambda tensors: tensors.update(d2t=tensors["d2t"].flip(0)), "not in ascending order"),
+        (lambda tensors: tensors.update(d2t=tensors["d2t"].int()), "d2t is int32, needed torch.int64"),
+    ],
+)
+def test_maps_that_are_missing_or_contradict_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], object], named: str
+) -> None:
+    reduced(tmp_path / "drafter")
+    edit_weights(tmp_path / "drafter", change)
+    with pytest.raises(InputError, match=named):
+        load(tmp_path / "drafter")

@@ -33,6 +33,7 @@ def test_sizes_come_from_the_target_and_choices_from_the_settings() -> None:
         kv_heads=2,
         head_dim=16,
         vocab=100,
+        draft_vocab=100,
         norm_eps=1e-5,
         max_positions=777,
         rope={"rope_type": "default", "rope_theta": 12345.0},

@@ -20,7 +20,7 @@ def head_of(kind: str) -> MarkovHead:
 
 
 def tiny_config(kind: str) -> DraftConfig:
-    return small_config(kind, hidden=1, markov_rank=1, vocab=2)
+    return small_config(kind, hidden=1, markov_rank=1, vocab=2, draft_vocab=2)
 
 
 def tiny_head(kind: str, weights: Mapping[str, object]) -> MarkovHead:

@@ -9,7 +9,16 @@ from torch import tensor
 from dspark.config import LossSettings
 from dspark.training.blocks import draw_anchors
 from dspark.training.means import add_means, stack_means, values_of
-from dspark.training.objective import DraftObjective, Objective, acceptance_means, confidence_means, step_weight
+from dspark.training.objective import (
+    DraftObjective,
+    Objective,
+    acceptance_means,
+    confidence_means,
+    draft_logits,
+    run_drafter,
+    step_weight,
+    target_logits,
+)
 from tests.dspark.plain import plain_blocks, plain_losses, weights_of
 from tests.dspark.small import (
     HEADS,
@@ -260,3 +269,39 @@ def _loss_in_fp32() -> float:
     module = DraftObjective(small_drafter(config), LossSettings())
     loss: float = module(small_vocabulary(config), batch, blocks, step_weight(blocks)).loss.item()
     return loss
+
+
+def test_a_reduced_vocabulary_counts_the_target_s_mass_outside_it_and_skips_labels_there() -> None:
+    whole = small_config()
+    kept = torch.arange(0, 30, 2)
+    config = replace(whole, draft_vocab=len(kept))
+    drafter = small_drafter(config)
+    drafter.keep(kept)
+    vocabulary = small_vocabulary(config).narrowed(kept)
+    batch = small_batch(config, MASKS)
+    blocks = small_blocks(config, batch, ANCHORS)
+    objective = DraftObjective(drafter, LossSettings(ce=0.3, l1=0.8, confidence=0.7))(
+        vocabulary, batch, blocks, step_weight(blocks)
+    )
+    # The same drafter with every token, where those outside are made impossible.
+    wide = small_drafter(whole)
+    wide.load_state_dict({**drafter.state_dict(), "markov_head.markov_w2.weight": torch.zeros(30, 5)}, strict=False)
+    assert wide.markov_head is not None and drafter.markov_head is not None
+    wide.markov_head.markov_w2.weight.data[kept] = drafter.markov_head.markov_w2.weight.data
+    output, slots = run_drafter(wide, vocabulary, batch, blocks), blocks.valid_BAK
+    q = vocabulary.spread(vocabulary.of_kept(draft_logits(wide, vocabulary.narrowed(None), output, slots))).softmax(-1)
+    distinct, row = target_logits(vocabulary, batch, blocks, slots)
+    l1 = (distinct.softmax(-1)[row] - q).abs().sum(-1)
+    labels = blocks.labels_BAK[slots]
+    inside = labels % 2 == 0
+    assert 0 < inside.sum() < len(inside)
+    ce = torch.where(inside, -q.gather(1, labels[:, None])[:, 0].log(), 0)
+    weights = blocks.weights_BAK[slots]
+    values = values_of(list(objective.means), stack_means(objective.means))
+    assert values["loss_l1"] == pytest.approx(((l1 * weights).sum() / weights.sum()).item(), rel=1e-5)
+    assert values["loss_ce"] == pytest.approx(((ce * weights).sum() / weights.sum()).item(), rel=1e-5)
+    accept = (1 - l1 / 2) * torch.ones(len(l1))
+    first = torch.zeros(slots.shape).index_put((slots,), accept.detach())[..., 0]
+    assert values["accept_rate_0"] == pytest.approx((first.sum() / slots[..., 0].sum()).item(), rel=1e-5)
+    found = torch.autograd.grad(objective.loss, list(drafter.parameters()))
+    assert all(bool(gradient.isfinite().all()) for gradient in found)
