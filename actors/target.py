@@ -31,11 +31,16 @@ class TargetActor:
         return capture(self.target, samples, self.origin, self.batch_tokens)
 
 
-@ray.remote
-def target_bigrams(
-    target: TargetSettings, pool: TargetPoolSettings, prompt: list[int], counts_V: NDArray[np.int64]
-) -> Bigrams:
-    """What the target predicts after `prompt` and each token that was counted."""
-    torch.set_num_threads(pool.threads)
-    tokens_N = np.flatnonzero(counts_V)
-    return bigrams_of(load_target(target), prompt, torch.from_numpy(tokens_N), torch.from_numpy(counts_V[tokens_N]))
+class BigramActor:
+    """A target for one question before training: what it predicts after single tokens."""
+
+    def ready(self) -> None:
+        """Returns once the actor has its place."""
+
+    def bigrams(
+        self, target: TargetSettings, pool: TargetPoolSettings, prompt: list[int], counts_V: NDArray[np.int64]
+    ) -> Bigrams:
+        """The states after `prompt` and each token that was counted."""
+        torch.set_num_threads(pool.threads)
+        tokens_N = np.flatnonzero(counts_V)
+        return bigrams_of(load_target(target), prompt, torch.from_numpy(tokens_N), torch.from_numpy(counts_V[tokens_N]))

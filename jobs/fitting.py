@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from actors.checkpoints import DRAFTER, finished_steps, newest_checkpoint
 from actors.pipelines import capture_options, captured_steps
-from actors.target import target_bigrams
+from actors.target import BigramActor
 from actors.task import TrainTask
 from actors.trainer import train_rank
 from dspark.config import Settings
@@ -85,16 +85,16 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
 def _bigrams(settings: Settings, rows: Rows) -> Any:
     """A reference to the target's bigrams of the supervised tokens, after the prompt of the first row.
 
-    They are waited for: trainers that hold the last free CPU while they need a task that has none would hang.
+    Computed while the trainers start, but in a place that is taken before: trainers that hold the last free CPU while
+    they wait for an actor that has none would hang. The actor goes with its handle, when it has answered.
     """
     first = sample_at(rows.table, 0)
     prompt = first.input_ids[: int(first.loss_mask.argmax())].tolist()
     pool = settings.targets
     counts = supervised_counts(rows.table, rows.draft.vocab)
-    task = target_bigrams.options(num_cpus=pool.cpus, num_gpus=pool.gpus)
-    reference = task.remote(settings.target, pool, prompt, counts)
-    ray.wait([reference])
-    return reference
+    actor: Any = ray.remote(num_cpus=pool.cpus, num_gpus=pool.gpus)(BigramActor).remote()
+    ray.get(actor.ready.remote())
+    return actor.bigrams.remote(settings.target, pool, prompt, counts)
 
 
 class Records:
