@@ -29,7 +29,7 @@ from tests.dspark.decoding.decoders import (
 )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma4_text", "gemma4_unified"])
 def test_plain_decoding_equals_transformers_own_generation(family: str) -> None:
     target = tiny_target(family)
     for request in requests(target, 3, 12):
@@ -43,7 +43,7 @@ def test_plain_decoding_equals_transformers_own_generation(family: str) -> None:
         assert not any(found.drafted) and {round.kept for round in found.rounds} == {1}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma4_text", "gemma4_unified"])
 def test_greedy_texts_are_those_of_a_loop_without_caches_for_every_head_and_batch(family: str) -> None:
     target = tiny_target(family)
     asked = requests(target, 5, 8)
