@@ -70,8 +70,8 @@ class DrafterSettings(Section):
     markov_head: Literal["vanilla", "gated", "rnn"] = "vanilla"
     family: Literal["qwen3", "llama", "gemma4"] | None = Field(
         None,
-        description="form of the draft layers; null: the target's own, but for Llama-shaped targets `qwen3`, which engines "
-        "load; `llama` has no norms of queries and keys, and no engine loads it",
+        description="form of the draft layers; null: the target's own, and for Llama-shaped targets `qwen3`, which "
+        "engines load; `llama` has no norms of queries and keys, and no engine loads it",
     )
     init: Literal["random", "target"] = Field(
         "random",

@@ -61,24 +61,26 @@ def tiny_target_folder(path: Path, family: str = "llama", seed: int = 0, scale: 
 def tiny_model(family: str, sizes: dict[str, Any]) -> PreTrainedModel:
     """`gemma4` and `gemma4_unified` are the models for images and sound too, `gemma4_text` is the text model alone."""
     if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+        return LlamaForCausalLM(LlamaConfig(**{"tie_word_embeddings": True, **sizes}))
     if family == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=False))
+    own = gemma4_sizes(sizes)
     if family == "gemma4_text":
-        return varied(Gemma4ForCausalLM(Gemma4TextConfig(**gemma4_sizes(sizes), hidden_size_per_layer_input=0)))
+        return varied(Gemma4ForCausalLM(Gemma4TextConfig(**own, hidden_size_per_layer_input=0)))
     if family == "gemma4":
-        text = Gemma4TextConfig(**gemma4_sizes(sizes), hidden_size_per_layer_input=0)
-        return varied(Gemma4ForConditionalGeneration(Gemma4Config(text_config=text)))
+        whole = Gemma4Config(text_config=Gemma4TextConfig(**own, hidden_size_per_layer_input=0))
+        return varied(Gemma4ForConditionalGeneration(whole))
     # Here keys and values have projections of their own, and the last layers share those of the layers before.
-    text = Gemma4UnifiedTextConfig(**gemma4_sizes(sizes) | {"attention_k_eq_v": False, "num_kv_shared_layers": 2})
+    text = Gemma4UnifiedTextConfig(**own | {"attention_k_eq_v": False, "num_kv_shared_layers": 2})
     return varied(Gemma4UnifiedForConditionalGeneration(Gemma4UnifiedConfig(text_config=text)))
 
 
 def gemma4_sizes(sizes: dict[str, Any]) -> dict[str, Any]:
     """Every other layer sees 12 tokens; full attention has heads of twice the width, and one key/value head."""
+    layers = sizes["num_hidden_layers"]
     return sizes | {
         "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
-        "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2), "sliding_window": 12,
         "final_logit_softcapping": 2.0, "rope_parameters": None,
     }  # fmt: skip
 

@@ -16,6 +16,7 @@ from dspark.model.families import GEMMA4_FORM, LLAMA_FORM, head_shape
 from dspark.model.layers import RotaryTable
 from dspark.model.layout_keys import GEMMA4, PLAIN, layout_of, read_layout
 
+
 def config_from_json(values: Mapping[str, Any]) -> DraftConfig:
     """The drafter that a config.json describes.
 

@@ -99,12 +99,12 @@ class Recorder(Sampler):
         return tokens_R
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(("head", "family"), [*((head, "llama") for head in HEADS), ("vanilla", "gemma4_text")])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)])
 def test_the_engine_drafts_what_the_training_pass_computes_from_the_same_tokens(
-    head: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+    head: str, family: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, taps = small_vocabulary_target(6), (0, 1)
+    target, taps = small_vocabulary_target(6, family), (0, 1)
     drafter = random_drafter(target, head, taps, 5)
     monkeypatch.setattr(engine_module, "Sampler", Recorder)
     monkeypatch.setattr(Recorder, "blocks", [])

@@ -12,7 +12,7 @@ from dspark.config import TargetSettings
 from dspark.decoding.kv import Aim, AimedCache, Store, target_store
 from dspark.model.layers import KeyValues
 from dspark.target import Target, load_target
-from tests.tiny import tiny_target_folder, tiny_tokenizer
+from tests.tiny import gemma4_sizes, tiny_target_folder, tiny_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -134,8 +134,6 @@ MISTRAL = MistralConfig(**SIZES, sliding_window=16)
 QWEN2 = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=16, max_window_layers=1)
 
 
-
-
 @pytest.mark.parametrize("kind", [MistralForCausalLM, Qwen2ForCausalLM])
 def test_a_windowed_target_is_exact_beyond_its_window(kind: Any) -> None:
     config = MISTRAL if kind is MistralForCausalLM else QWEN2
@@ -165,9 +163,7 @@ def test_what_lies_before_the_window_changes_no_later_state() -> None:
 
 
 def test_layers_that_reuse_keys_and_values_keep_none() -> None:
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 6, "head_dim": 8, "global_head_dim": 16}
-    config = Gemma4UnifiedTextConfig(
-        **sizes, num_key_value_heads=2, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 3
-    )
+    sizes = gemma4_sizes({**SIZES, "num_hidden_layers": 6}) | {"attention_k_eq_v": False, "num_kv_shared_layers": 2}
+    config = Gemma4UnifiedTextConfig(**sizes)
     shapes = [tuple(layer.keys.shape) for layer in target_store(config, 3, CPU, torch.float32).layers]
     assert shapes == [(3, 2, 0, 8), (3, 2, 0, 16)] * 2 + [(3, 0, 0, 8), (3, 0, 0, 16)]
