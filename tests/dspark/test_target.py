@@ -4,12 +4,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
 
-from dspark.config import DrafterSettings, TargetSettings
+from dspark.capture import prove_capture
+from dspark.config import DrafterSettings, Precision, TargetSettings
+from dspark.data.render import Sample
 from dspark.errors import InputError
 from dspark.model.config import draft_config
 from dspark.target import Target, fingerprint, load_config, load_target, load_vocabulary
@@ -58,6 +61,12 @@ def test_final_gives_the_logits_of_the_model(target: Target, twin: Any) -> None:
     with torch.no_grad():
         expected = twin(ids).logits
     assert_near(target.vocabulary.logits(target.states(ids, ()).final), expected)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_proof_of_a_capture_holds_beyond_a_sliding_window(folder: Path, dtype: Precision) -> None:
+    sample = Sample("a", "a", None, tokens(1, 40)[0].numpy().astype(np.int32), np.ones(40, dtype=np.uint8))
+    prove_capture(load_target(TargetSettings(model=str(folder), dtype=dtype), CPU), sample, TAPS)
 
 
 def test_taps_come_in_the_order_asked_for_and_none_is_empty(target: Target) -> None:
