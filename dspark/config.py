@@ -68,6 +68,11 @@ class DrafterSettings(Section):
     mask_token_id: Count = Field(description="token in the slots behind the anchor; never derived, always given")
     markov_rank: Count = Field(256, description="rank r of the Markov head; 0: none (DFlash)")
     markov_head: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    family: Literal["qwen3", "llama", "gemma4"] | None = Field(
+        None,
+        description="form of the draft layers; null: the target's own, and for Llama-shaped targets `qwen3`, which "
+        "engines load; `llama` has no norms of queries and keys, and no engine loads it",
+    )
     init: Literal["random", "target"] = Field(
         "random",
         description="at random, or layers as copies of the target's last ones and the Markov head from its bigrams",

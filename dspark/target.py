@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from dspark import quickstart
 from dspark.config import Settings, TargetSettings
 from dspark.errors import InputError
-from dspark.model.families import family_of
+from dspark.model.families import embedding_scale, family_of, soft_cap, window
 from dspark.model.vocabulary import Vocabulary
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -42,13 +42,16 @@ class Target:
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerBase, name: str, revision: str, fingerprint: str
     ) -> None:
-        self.config: Any = model.config
-        self.family = family_of(self.config)
+        self.config: Any = model.config.get_text_config()
+        self.family = family_of(model.config)
+        self.window = window(self.config)
         self.model: Any = model.eval().requires_grad_(False)
         self.decoder: Any = model.get_submodule(self.family.decoder)
         self.tokenizer, self.name, self.revision, self.fingerprint = tokenizer, name, revision, fingerprint
-        self.vocabulary = Vocabulary(
-            self.decoder.embed_tokens.weight.detach(), model.get_submodule(self.family.head).weight.detach()
+        self.vocabulary = _vocabulary(
+            self.config,
+            self.decoder.embed_tokens.weight.detach(),
+            model.get_submodule(self.family.head).weight.detach(),
         )
         self.stop_ids = _stop_ids(model, tokenizer)
 
@@ -86,6 +89,7 @@ class Target:
     ) -> TargetStates:
         """One forward without the head. Without `visible` attention is causal over these positions.
 
+        Sliding layers see their window's part of `visible`; M counts positions from 0, or without a cache these tokens.
         Rows of unequal length are padded at the end; states of padding are meaningless and never read by real tokens.
         """
         held: dict[int, Tensor] = {}
@@ -94,7 +98,7 @@ class Target:
             output = self.decoder(
                 input_ids=input_ids_BQ,
                 position_ids=positions_BQ,
-                attention_mask=visible_B1QM,
+                attention_mask=self._masks(visible_B1QM, positions_BQ, cache),
                 cache=cache,
                 use_cache=cache is not None,
             )
@@ -104,6 +108,18 @@ class Target:
         final = output.last_hidden_state
         joined = torch.cat([held[tap] for tap in taps], dim=-1) if taps else final[..., :0]
         return TargetStates(joined, final)
+
+    def _masks(self, visible_B1QM: Tensor | None, positions_BQ: Tensor | None, cache: Cache | None) -> Any:
+        """What the decoder takes as attention mask: one for all layers, or one for each kind of layer."""
+        if visible_B1QM is None or self.window is None:
+            return visible_B1QM
+        assert positions_BQ is not None, "a window needs the positions of the queries"
+        cached = torch.arange(visible_B1QM.shape[-1], device=positions_BQ.device)
+        columns = positions_BQ[:, None] if cache is None else cached
+        near_B1QM = visible_B1QM & (columns > positions_BQ[..., None] - self.window).unsqueeze(1)
+        if getattr(self.config, "layer_types", None) is None:
+            return near_B1QM
+        return {"full_attention": visible_B1QM, "sliding_attention": near_B1QM}
 
     def _tap_source(self, tap: int) -> nn.Module:
         module: nn.Module = self.decoder.embed_tokens if tap == -1 else self.decoder.layers[tap]
@@ -119,7 +135,8 @@ def _keeper(held: dict[int, Tensor], tap: int) -> Any:
 
 def _stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Every id that ends a text: the generation configuration's and the tokenizer's end tokens."""
-    named = [model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id]
+    configs = (model.generation_config, model.config, model.config.get_text_config())
+    named = [*(getattr(config, "eos_token_id", None) for config in configs), tokenizer.eos_token_id]
     flat = [token for ids in named for token in (ids if isinstance(ids, list) else [ids])]
     return frozenset(token for token in flat if token is not None)
 
@@ -171,6 +188,11 @@ def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
 
 def load_config(settings: TargetSettings) -> Any:
     """The target's text configuration alone; refuses an unsupported family before any weight is read."""
+    return load_whole_config(settings).get_text_config()
+
+
+def load_whole_config(settings: TargetSettings) -> Any:
+    """The target's configuration, with the parts for images and sound where it has them; refuses like `load_config`."""
     config = _load(AutoConfig, settings)
     family_of(config)
     return config
@@ -196,12 +218,16 @@ def load_vocabulary(settings: TargetSettings, device: torch.device, dtype: torch
     Raises:
         InputError: the files hold no such tensors.
     """
-    config = load_config(settings)
-    family = family_of(config)
+    whole = load_whole_config(settings)
+    family, tied = family_of(whole), whole.get_text_config().tie_word_embeddings
     embedding, head = f"{family.decoder}.embed_tokens.weight", f"{family.head}.weight"
-    found = load_tensors(settings, {embedding, head}, optional={head} if config.tie_word_embeddings else set())
+    found = load_tensors(settings, {embedding, head}, optional={head} if tied else set())
     found = {name: tensor.to(device=device, dtype=dtype) for name, tensor in found.items()}
-    return Vocabulary(found[embedding], found[embedding] if config.tie_word_embeddings else found[head])
+    return _vocabulary(whole.get_text_config(), found[embedding], found[embedding] if tied else found[head])
+
+
+def _vocabulary(text: Any, embedding_VH: Tensor, head_VH: Tensor) -> Vocabulary:
+    return Vocabulary(embedding_VH, head_VH, embedding_scale=embedding_scale(text), soft_cap=soft_cap(text))
 
 
 def load_tensors(

@@ -23,7 +23,7 @@ from dspark.config import Settings
 from dspark.data.rows import sample_at, supervised_counts
 from dspark.errors import InputError
 from dspark.model.checkpoints import save_drafter
-from dspark.target import DTYPES, load_config, load_vocabulary
+from dspark.target import DTYPES, load_vocabulary, load_whole_config
 from jobs.experiment import Experiment
 from jobs.progress import Stage, stage, training_note
 from jobs.rows import Rows
@@ -160,7 +160,7 @@ def _export(experiment: Experiment, rows: Rows) -> None:
             state,
             rows.draft,
             load_vocabulary(settings.target, torch.device("cpu"), dtype),
-            load_config(settings.target),
+            load_whole_config(settings.target),
             settings.train.anchors,
             dtype,
             drafter_facts(settings, rows),

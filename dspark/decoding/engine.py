@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dspark.decoding.kv import Aim, AimedCache, check_window, target_store
+from dspark.decoding.kv import Aim, AimedCache, target_store
 from dspark.decoding.proposer import Proposal, Proposer
 from dspark.decoding.rounds import Generation, Progress, Request, Round
 from dspark.decoding.sampling import Sampler, Sampling
@@ -266,7 +266,6 @@ def _check(target: Target, drafter: Drafter | None, batch: int, max_length: int)
     limit = target.config.max_position_embeddings
     if max_length > limit:
         raise InputError(f"max_length={max_length} is beyond the target's {limit} positions: lower it")
-    check_window(target.config, max_length)
     if drafter is None:
         return
     config = drafter.config

@@ -6,6 +6,7 @@ Shape suffixes: R rows of the store, B rows of a call, Q positions of a call, N 
 M positions that a row can hold, L positions in use, D head width.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from dspark.errors import InputError
 from dspark.model.config import DraftConfig
+from dspark.model.families import head_shape
 from dspark.model.layers import KeyValues
 
 # Widths are multiples of this, so that requests of similar length share one allocation.
@@ -22,13 +23,14 @@ _GRAIN = 64
 
 
 class Store:
-    """Keys and values [R, G, M, D] of every layer of a model; M grows only by `reserve`."""
+    """Keys and values [R, G, M, D] of every layer of a model; M grows only by `reserve`.
 
-    def __init__(
-        self, layers: int, rows: int, heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        empty = torch.zeros(rows, heads, 0, head_dim, device=device, dtype=dtype)
-        self.layers = [KeyValues(empty, empty)] * layers
+    `shapes` holds (G, D) of each layer; G = 0 for a layer that keeps nothing.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], rows: int, device: torch.device, dtype: torch.dtype) -> None:
+        empty = [torch.zeros(rows, heads, 0, head_dim, device=device, dtype=dtype) for heads, head_dim in shapes]
+        self.layers = [KeyValues(keys, keys) for keys in empty]
 
     @property
     def width(self) -> int:
@@ -39,11 +41,12 @@ class Store:
         """Makes room for `length` positions per row. What the rows held is lost: no row may be in use."""
         if length <= self.width:
             return
-        rows, heads, _, head_dim = self.layers[0].keys.shape
-        shape = (rows, heads, -(-length // _GRAIN) * _GRAIN, head_dim)
-        old = [layer.keys for layer in self.layers]
-        # Zeros, not uninitialised memory: a masked NaN value would still spoil an attention sum.
-        self.layers = [KeyValues(keys.new_zeros(shape), keys.new_zeros(shape)) for keys in old]
+        width = -(-length // _GRAIN) * _GRAIN
+        for number, (keys, _) in enumerate(self.layers):
+            rows, heads, _, head_dim = keys.shape
+            shape = (rows, heads, width, head_dim)
+            # Zeros, not uninitialised memory: a masked NaN value would still spoil an attention sum.
+            self.layers[number] = KeyValues(keys.new_zeros(shape), keys.new_zeros(shape))
 
     def write(self, layer: int, rows: Tensor, positions: Tensor, new: KeyValues) -> None:
         """Keys and values [..., G, D] of one layer, at rows and positions: index tensors that broadcast to [...]."""
@@ -64,16 +67,20 @@ class Store:
 
 
 def target_store(config: Any, rows: int, device: torch.device, dtype: torch.dtype) -> Store:
-    """An empty store for a target of this transformers configuration."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return Store(config.num_hidden_layers, rows, kv_heads, head_dim, device, dtype)
+    """An empty store for a target of this transformers configuration.
+
+    Sliding layers keep whole texts too: what their window hides is masked, not dropped.
+    """
+    sharing = getattr(config, "kv_sharing_modes", [None] * config.num_hidden_layers)
+    shapes = [head_shape(config, layer) for layer in range(config.num_hidden_layers)]
+    # A layer that reuses the keys and values of an earlier one writes none.
+    kept = [(0 if mode == "reuse" else heads, width) for mode, (heads, width) in zip(sharing, shapes, strict=True)]
+    return Store(kept, rows, device, dtype)
 
 
 def context_store(config: DraftConfig, rows: int, device: torch.device, dtype: torch.dtype) -> Store:
     """An empty store for a drafter's keys and values of context features."""
-    return Store(config.layers, rows, config.kv_heads, config.head_dim, device, dtype)
+    return Store([(config.kv_heads, config.head_dim)] * config.layers, rows, device, dtype)
 
 
 class Aim:
@@ -124,18 +131,3 @@ class _AimedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing is lazy: the store has been reserved."""
-
-
-def check_window(config: Any, max_length: int) -> None:
-    """Refuses texts longer than a target's sliding window, which the store does not model.
-
-    Raises:
-        InputError: names the window and the length.
-    """
-    window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if window is not None and (kinds is None or "sliding_attention" in kinds) and max_length > window:
-        raise InputError(
-            f"the target attends within a sliding window of {window} tokens, and max_length is {max_length}: decoding "
-            f"beyond the window is not supported, use a max_length of at most {window}"
-        )

@@ -54,7 +54,10 @@ def assemble(tensors: Mapping[str, Tensor], config: DraftConfig) -> tuple[Drafte
         raise InputError("; ".join(faults))
     drafter.rotary = RotaryTable(config)
     drafter.load_state_dict({name: tensors[name] for name in drafter.state_dict()}, assign=True)
-    return drafter, Vocabulary(tensors[EMBEDDING], tensors[HEAD]).narrowed(drafter.kept)
+    vocabulary = Vocabulary(
+        tensors[EMBEDDING], tensors[HEAD], embedding_scale=config.embedding_scale, soft_cap=config.soft_cap
+    )
+    return drafter, vocabulary.narrowed(drafter.kept)
 
 
 def save_drafter(

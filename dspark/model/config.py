@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from dspark.config import DrafterSettings
 from dspark.errors import InputError
+from dspark.model.families import FORMS, QWEN3_FORM, Family, Form, embedding_scale, family_of, head_shape, soft_cap
 
 
 @dataclass(frozen=True)
@@ -34,32 +35,45 @@ class DraftConfig:
     confidence_with_markov: bool
     activation: str = "silu"
     init_std: float = 0.02
+    form: Form = QWEN3_FORM  # of the draft layers
+    shared_kv: bool = False  # K = V: values are the raw output of k_proj, and there is no v_proj
+    embedding_scale: float = 1.0
+    soft_cap: float | None = None  # of the base logits, before the Markov bias
 
 
 def draft_config(target: PreTrainedConfig, settings: DrafterSettings) -> DraftConfig:
     """The drafter that `settings` asks for on top of `target` (its text configuration).
 
     Raises:
-        InputError: a tap outside -1..layers-2, or a mask token that is out of range or already means something.
+        InputError: a tap outside -1..layers-2, a mask token that is out of range or already means something, or a form
+            or start that the target's family does not have.
     """
+    family = family_of(target)
     _check_taps(settings.taps, target.num_hidden_layers)
     if settings.vocab is not None and settings.vocab > target.vocab_size:
         raise InputError(
             f"drafter.vocab={settings.vocab} exceeds the target's {target.vocab_size} tokens: lower it, or leave it out"
         )
     check_mask_token(settings.mask_token_id, target)
-    heads = target.num_attention_heads
+    if settings.init == "target" and not family.layers_alike:
+        raise InputError(
+            f"drafter.init=target copies the target's last layers, and those of the family {family.model_type} differ "
+            "in shape from each other and from a draft layer: set drafter.init=random"
+        )
+    # Where layers differ, the last one sees the whole text, and a draft layer takes its shape.
+    kv_heads, head_dim = head_shape(target, target.num_hidden_layers - 1)
     return DraftConfig(
         hidden=target.hidden_size,
         intermediate=target.intermediate_size,
-        heads=heads,
-        kv_heads=getattr(target, "num_key_value_heads", None) or heads,
-        head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
+        heads=target.num_attention_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         vocab=target.vocab_size,
         draft_vocab=settings.vocab or target.vocab_size,
         norm_eps=target.rms_norm_eps,
         max_positions=target.max_position_embeddings,
-        rope=dict(target.rope_parameters),
+        # Where kinds of layers rotate differently, there is one set of parameters for each.
+        rope=dict(target.rope_parameters.get("full_attention", target.rope_parameters)),
         target_layers=target.num_hidden_layers,
         layers=settings.layers,
         block=settings.block,
@@ -69,9 +83,23 @@ def draft_config(target: PreTrainedConfig, settings: DrafterSettings) -> DraftCo
         markov_head=settings.markov_head,
         confidence=settings.confidence,
         confidence_with_markov=settings.confidence and settings.confidence_with_markov,
-        activation=target.hidden_act,
+        activation=getattr(target, family.activation),
         init_std=target.initializer_range,
+        form=_form(settings.family, family),
+        shared_kv=getattr(target, "attention_k_eq_v", False),
+        embedding_scale=embedding_scale(target),
+        soft_cap=soft_cap(target),
     )
+
+
+def _form(name: str | None, family: Family) -> Form:
+    form = family.forms[0] if name is None else FORMS[name]
+    if form not in family.forms:
+        raise InputError(
+            f"drafter.family={name} does not fit a target of the family {family.model_type}: leave it out, or use "
+            f"{' or '.join(known.name for known in family.forms)}"
+        )
+    return form
 
 
 def _check_taps(taps: tuple[int, ...], layers: int) -> None:

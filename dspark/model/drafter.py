@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dspark.model.config import DraftConfig
 from dspark.model.heads import ConfidenceHead, MarkovHead
-from dspark.model.layers import DraftLayer, KeyValues, RMSNorm, RotaryTable
+from dspark.model.layers import DraftLayer, KeyValues, RotaryTable, norm_of
 
 _MARKOV_STD = 0.5
 
@@ -32,9 +32,9 @@ class Drafter(nn.Module):
         self.config = config
         self.rotary = RotaryTable(config)
         self.fc = nn.Linear(len(config.taps) * config.hidden, config.hidden, bias=False)
-        self.hidden_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.hidden_norm = norm_of(config, config.hidden)
         self.layers: Any = nn.ModuleList(DraftLayer(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.hidden, config.norm_eps)
+        self.norm = norm_of(config, config.hidden)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
         if config.draft_vocab < config.vocab:

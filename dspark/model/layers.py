@@ -17,17 +17,29 @@ from dspark.model.config import DraftConfig
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in fp32 whatever the input's dtype."""
+    """Root-mean-square norm, computed in fp32 whatever the input's dtype; with `fp32_scale` its weight too."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, fp32_scale: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.eps, self.fp32_scale = eps, fp32_scale
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        normed = _normed(x, self.eps)
+        if self.fp32_scale:
+            return (normed * self.weight.float()).to(x.dtype)
         return self.weight * normed.to(x.dtype)
+
+
+def norm_of(config: DraftConfig, width: int) -> RMSNorm:
+    """A norm as the drafter's form has it."""
+    return RMSNorm(width, config.norm_eps, config.form.fp32_scale)
+
+
+def _normed(x: Tensor, eps: float) -> Tensor:
+    """x over its root mean square, in fp32."""
+    x32 = x.float()
+    return x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
 
 
 class Rotary(NamedTuple):
@@ -53,7 +65,7 @@ class RotaryTable:
         if kind == "default":
             exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
             self.frequencies = 1.0 / (config.rope["rope_theta"] ** exponents)
-        elif kind in ("linear", "llama3", "yarn"):
+        elif kind in ("linear", "llama3", "yarn", "proportional"):
             self.frequencies, self.scaling = ROPE_INIT_FUNCTIONS[kind](_RopeSource(config))
         else:
             raise InputError(f"rope_type {kind!r} changes with the length of the text and is not supported")
@@ -91,18 +103,24 @@ class DraftAttention(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.norm_eps = config.head_dim, config.norm_eps
+        self.scale, self.v_norm = config.form.attention_scale, config.form.v_norm
         self.q_proj = nn.Linear(config.hidden, config.heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
+        self.v_proj = (
+            None if config.shared_kv else nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
+        )
         self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.q_norm = norm_of(config, config.head_dim) if config.form.qk_norm else nn.Identity()
+        self.k_norm = norm_of(config, config.head_dim) if config.form.qk_norm else nn.Identity()
 
     def key_values(self, x_BSH: Tensor, rotary: Rotary) -> KeyValues:
         """Keys and values of context features or of block states."""
-        keys = rotary(self.k_norm(self._heads(self.k_proj(x_BSH))).transpose(1, 2))
-        return KeyValues(keys, self._heads(self.v_proj(x_BSH)).transpose(1, 2))
+        projected = self._heads(self.k_proj(x_BSH))
+        values = projected if self.v_proj is None else self._heads(self.v_proj(x_BSH))
+        if self.v_norm:
+            values = _normed(values, self.norm_eps).to(values.dtype)
+        return KeyValues(rotary(self.k_norm(projected).transpose(1, 2)), values.transpose(1, 2))
 
     def forward(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues, visible_B1QM: Tensor) -> Tensor:
         queries = rotary(self.q_norm(self._heads(self.q_proj(x_BQH))).transpose(1, 2))
@@ -112,6 +130,7 @@ class DraftAttention(nn.Module):
             torch.cat((context.keys, own.keys), dim=2),
             torch.cat((context.values, own.values), dim=2),
             attn_mask=visible_B1QM,
+            scale=self.scale,
             enable_gqa=True,
         )
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -135,15 +154,27 @@ class GatedMlp(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)) (design section 4)."""
+    """x + attention(norm(x)), then x + mlp(norm(x)) (design section 4); a sandwich norms the two summands once more."""
+
+    layer_scalar: Tensor
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
+        self.sandwich = config.form.sandwich
         self.self_attn = DraftAttention(config)
         self.mlp = GatedMlp(config)
-        self.input_layernorm = RMSNorm(config.hidden, config.norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_eps)
+        self.input_layernorm = norm_of(config, config.hidden)
+        self.post_attention_layernorm = norm_of(config, config.hidden)
+        if self.sandwich:
+            self.pre_feedforward_layernorm = norm_of(config, config.hidden)
+            self.post_feedforward_layernorm = norm_of(config, config.hidden)
+            self.register_buffer("layer_scalar", torch.ones(1))
 
     def forward(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues, visible_B1QM: Tensor) -> Tensor:
-        x = x_BQH + self.self_attn(self.input_layernorm(x_BQH), rotary, context, visible_B1QM)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        mixed = self.self_attn(self.input_layernorm(x_BQH), rotary, context, visible_B1QM)
+        if not self.sandwich:
+            x = x_BQH + mixed
+            return x + self.mlp(self.post_attention_layernorm(x))
+        x = x_BQH + self.post_attention_layernorm(mixed)
+        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        return x * self.layer_scalar

@@ -1,84 +1,20 @@
 """config.json of a drafter, in the published layout: read strictly, written with every key that engines look for.
 
-The file is the target's text configuration in Qwen3 form, with the drafter's keys beside it.
+The file is the target's text configuration in the form of the draft layers, Qwen3 or Gemma4, with the drafter's keys
+beside it. Layers of the native Llama form, which no engine loads, are named so and kept out of exports.
 """
 
-import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from transformers import PreTrainedConfig, Qwen3Config
-from transformers.activations import ACT2FN
+from transformers import Gemma4TextConfig, PreTrainedConfig, Qwen3Config
 
-from dspark.config import Count, Positive, Weight
 from dspark.errors import InputError
 from dspark.model.config import DraftConfig
+from dspark.model.families import GEMMA4_FORM, LLAMA_FORM, head_shape
 from dspark.model.layers import RotaryTable
-
-
-class _Layout(BaseModel):
-    """The keys of config.json that decide what a drafter computes; any others are kept in `model_extra`."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
-
-    architectures: tuple[Literal["Qwen3DSparkModel"]]
-    model_type: Literal["qwen3"]
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    vocab_size: Positive
-    draft_vocab_size: Positive | None = None
-    hidden_size: Positive
-    intermediate_size: Positive
-    num_attention_heads: Positive
-    num_key_value_heads: Positive
-    head_dim: Positive
-    hidden_act: str
-    attention_bias: Literal[False]
-    rms_norm_eps: Weight
-    initializer_range: Weight
-    max_position_embeddings: Positive
-    rope_parameters: dict[str, Any] | None = None
-    rope_theta: float | None = None
-    rope_scaling: dict[str, Any] | None = None
-    tie_word_embeddings: Literal[False]
-    num_hidden_layers: Positive
-    layer_types: tuple[Literal["full_attention"], ...]
-    num_target_layers: Positive
-    target_layer_ids: Annotated[tuple[Annotated[int, Field(ge=-1)], ...], Field(min_length=1)]
-    block_size: Positive
-    num_anchors: Positive
-    mask_token_id: Count
-    # The published code leaves out what belongs to a head that is not there.
-    markov_rank: Count
-    markov_head_type: Literal["vanilla", "gated", "rnn"] | None = None
-    enable_confidence_head: bool
-    confidence_head_with_markov: bool | None = None
-
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        last = self.num_target_layers - 1
-        taps, kinds = list(self.target_layer_ids), len(self.layer_types)
-        queries, keys = self.num_attention_heads, self.num_key_value_heads
-        without_type = self.markov_rank > 0 and self.markov_head_type is None
-        without_input = self.enable_confidence_head and self.confidence_head_with_markov is None
-        rules = [
-            ("layer_types", kinds == self.num_hidden_layers, f"{kinds} types for {self.num_hidden_layers} layers"),
-            ("target_layer_ids", max(taps) < last, f"{taps} must lie in -1..{last - 1}"),
-            ("mask_token_id", self.mask_token_id < self.vocab_size, f"must be below vocab_size={self.vocab_size}"),
-            (
-                "draft_vocab_size",
-                (self.draft_vocab_size or 1) <= self.vocab_size,
-                f"must be at most vocab_size={self.vocab_size}",
-            ),
-            ("num_attention_heads", queries % keys == 0, f"{queries} is no multiple of num_key_value_heads={keys}"),
-            ("hidden_act", self.hidden_act in ACT2FN, f"{self.hidden_act!r} is not known"),
-            ("markov_head_type", not without_type, "missing, and markov_rank is not 0"),
-            ("confidence_head_with_markov", not without_input, "missing, and enable_confidence_head is true"),
-        ]
-        if faults := [f"{key}: {fault}" for key, holds, fault in rules if not holds]:
-            raise ValueError("; ".join(faults))
-        return self
+from dspark.model.layout_keys import GEMMA4, PLAIN, layout_of, read_layout
 
 
 def config_from_json(values: Mapping[str, Any]) -> DraftConfig:
@@ -87,18 +23,15 @@ def config_from_json(values: Mapping[str, Any]) -> DraftConfig:
     Raises:
         InputError: names every key that is missing or holds what this project's drafter does not compute.
     """
-    layout = _read_layout(values)
+    layout = read_layout(values)
     config = DraftConfig(
         hidden=layout.hidden_size,
         intermediate=layout.intermediate_size,
         heads=layout.num_attention_heads,
-        kv_heads=layout.num_key_value_heads,
-        head_dim=layout.head_dim,
         vocab=layout.vocab_size,
         draft_vocab=layout.draft_vocab_size or layout.vocab_size,
         norm_eps=layout.rms_norm_eps,
         max_positions=layout.max_position_embeddings,
-        rope=_rope(layout),
         target_layers=layout.num_target_layers,
         layers=layout.num_hidden_layers,
         block=layout.block_size,
@@ -111,8 +44,8 @@ def config_from_json(values: Mapping[str, Any]) -> DraftConfig:
         confidence_with_markov=bool(
             layout.enable_confidence_head and layout.confidence_head_with_markov and layout.markov_rank
         ),
-        activation=layout.hidden_act,
         init_std=layout.initializer_range,
+        **layout.form(),
     )
     try:
         RotaryTable(config)
@@ -124,35 +57,17 @@ def config_from_json(values: Mapping[str, Any]) -> DraftConfig:
 def config_to_json(
     config: DraftConfig, target_config: PreTrainedConfig, anchors: int, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """config.json of a drafter: the target's text configuration in Qwen3 form, and the drafter's keys."""
-    base = Qwen3Config(
-        vocab_size=config.vocab,
-        hidden_size=config.hidden,
-        intermediate_size=config.intermediate,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        hidden_act=config.activation,
-        max_position_embeddings=config.max_positions,
-        initializer_range=config.init_std,
-        rms_norm_eps=config.norm_eps,
-        rope_parameters=dict(config.rope),
-        layer_types=["full_attention"] * config.layers,
-        tie_word_embeddings=False,
-        attention_bias=False,
-        bos_token_id=target_config.bos_token_id,
-        eos_token_id=target_config.eos_token_id,
-        pad_token_id=target_config.pad_token_id,
-    )
-    scaling = {key: value for key, value in config.rope.items() if key != "rope_theta"}
-    return base.to_diff_dict() | {
-        "architectures": ["Qwen3DSparkModel"],
+    """config.json of a drafter: the target's configuration in the form of the draft layers, and the drafter's keys.
+
+    `target_config` is the target's whole configuration, or that of its text alone.
+    """
+    base = _gemma4_base(target_config) if config.form == GEMMA4_FORM else _plain_base(config, target_config)
+    return base | {
         "dtype": dtype_name(dtype),
-        # Engines read the one schema of rotary parameters or the other.
-        "rope_parameters": dict(config.rope),
-        "rope_theta": config.rope["rope_theta"],
-        "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
+        "num_hidden_layers": config.layers,
+        "layer_types": ["full_attention"] * config.layers,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
         **({"draft_vocab_size": config.draft_vocab} if config.draft_vocab < config.vocab else {}),
         "num_target_layers": config.target_layers,
         "target_layer_ids": list(config.taps),
@@ -166,31 +81,75 @@ def config_to_json(
     }
 
 
+def check_servable(config: DraftConfig) -> None:
+    """Refuses a drafter that serving engines cannot load: what an export asks first.
+
+    Raises:
+        InputError: the draft layers have no published form.
+    """
+    if config.form == LLAMA_FORM:
+        raise InputError(
+            "the draft layers have the native Llama form, which no serving engine loads: train with "
+            "drafter.family=qwen3 to export, or keep to `dspark evaluate` and `dspark generate`"
+        )
+
+
+def _plain_base(config: DraftConfig, target_config: PreTrainedConfig) -> dict[str, Any]:
+    text = target_config.get_text_config()
+    architecture, model_type = PLAIN[config.form]
+    scaling = {key: value for key, value in config.rope.items() if key != "rope_theta"}
+    base = Qwen3Config(
+        vocab_size=config.vocab,
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        hidden_act=config.activation,
+        max_position_embeddings=config.max_positions,
+        initializer_range=config.init_std,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters=dict(config.rope),
+        bos_token_id=text.bos_token_id,
+        eos_token_id=text.eos_token_id,
+        pad_token_id=text.pad_token_id,
+    )
+    return base.to_diff_dict() | {
+        "architectures": [architecture],
+        "model_type": model_type,
+        # Engines read the one schema of rotary parameters or the other.
+        "rope_parameters": dict(config.rope),
+        "rope_theta": config.rope["rope_theta"],
+        "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
+    }
+
+
+def _gemma4_base(target_config: PreTrainedConfig) -> dict[str, Any]:
+    text: Any = target_config.get_text_config()
+    kv_heads, head_dim = head_shape(text, text.num_hidden_layers - 1)
+    # transformers lists the heads of full attention layer by layer, engines read them from two keys.
+    base = {key: value for key, value in text.to_diff_dict().items() if key != "per_layer_config"}
+    return base | {
+        "architectures": [GEMMA4],
+        "model_type": "gemma4_text",
+        "target_model_type": target_config.model_type,
+        "target_text_model_type": text.model_type,
+        "global_head_dim": head_dim,
+        "num_global_key_value_heads": kv_heads if text.attention_k_eq_v else None,
+        # Draft layers are dense and keep their own keys and values, whatever the target's layers do.
+        "enable_moe_block": False,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+    }
+
+
 def extra_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """What a config.json holds beyond the layout, such as `dspark`."""
-    known = _Layout.model_fields.keys() | Qwen3Config().to_dict().keys()
+    base = {**Qwen3Config().to_dict(), **Gemma4TextConfig().to_dict()}
+    known = layout_of(values).model_fields.keys() | base.keys() | {"target_model_type", "target_text_model_type"}
     return {key: value for key, value in values.items() if key not in known}
-
-
-def _read_layout(values: Mapping[str, Any]) -> _Layout:
-    try:
-        # JSON is the strict mode that takes a list for a tuple.
-        return _Layout.model_validate_json(json.dumps(dict(values)))
-    except ValidationError as error:
-        faults = [(".".join(map(str, fault["loc"])), fault["msg"]) for fault in error.errors(include_url=False)]
-        raise InputError("; ".join(f"{key}: {text}" if key else text for key, text in faults)) from None
-
-
-def _rope(layout: _Layout) -> dict[str, Any]:
-    """Rotary parameters from whichever schema the file has. The base never falls back to a default."""
-    rope = dict(layout.rope_parameters or layout.rope_scaling or {})
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    theta = rope.setdefault("rope_theta", layout.rope_theta)
-    if not isinstance(theta, int | float) or theta <= 0:
-        raise InputError(f"rope_theta: found {theta!r} in rope_parameters and at the top, needed a positive number")
-    if layout.rope_theta not in (None, theta):
-        raise InputError(f"rope_theta={layout.rope_theta} contradicts rope_parameters, which says {theta}")
-    return rope
 
 
 def dtype_name(dtype: torch.dtype) -> str:

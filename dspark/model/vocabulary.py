@@ -5,7 +5,7 @@ A drafter may propose from fewer tokens than the target has: its logits are then
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ class Vocabulary:
     head_VH: Tensor
     kept_D: Tensor | None = None
     kept_head_DH: Tensor | None = None
+    embedding_scale: float = 1.0
+    soft_cap: float | None = None  # logits x become cap * tanh(x / cap)
 
     @property
     def draft_head_DH(self) -> Tensor:
@@ -35,15 +37,22 @@ class Vocabulary:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [..., H] of token ids [...]."""
-        return F.embedding(ids, self.embedding_VH)
+        embedded = F.embedding(ids, self.embedding_VH)
+        if self.embedding_scale == 1.0:
+            return embedded
+        # The target rounds the factor to its compute type before it multiplies.
+        return embedded * float(torch.tensor(self.embedding_scale).to(embedded.dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The target's logits [..., V] of normed states [..., H], in the states' dtype."""
-        return F.linear(hidden, self.head_VH)
+        return self._capped(F.linear(hidden, self.head_VH))
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., D] of the drafter's normed states [..., H] over the tokens that it may propose."""
-        return F.linear(hidden, self.draft_head_DH)
+        return self._capped(F.linear(hidden, self.draft_head_DH))
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 
     def tokens(self, draft_ids: Tensor) -> Tensor:
         """Token ids of places 0..D-1 among the kept tokens."""
@@ -71,16 +80,16 @@ class Vocabulary:
     def narrowed(self, kept_D: Tensor | None) -> "Vocabulary":
         """The same target with a drafter that proposes from `kept_D` alone, or from all tokens."""
         if kept_D is None:
-            return Vocabulary(self.embedding_VH, self.head_VH)
+            return replace(self, kept_D=None, kept_head_DH=None)
         kept_D = kept_D.to(self.head_VH.device)
-        return Vocabulary(self.embedding_VH, self.head_VH, kept_D, self.head_VH[kept_D])
+        return replace(self, kept_D=kept_D, kept_head_DH=self.head_VH[kept_D])
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Vocabulary":
         """A copy on another device or in another dtype; tied weights stay tied."""
         embedding = self.embedding_VH.to(device=device, dtype=dtype)
         tied = self.head_VH.data_ptr() == self.embedding_VH.data_ptr()
         head = embedding if tied else self.head_VH.to(device=device, dtype=dtype)
-        return Vocabulary(embedding, head).narrowed(self.kept_D)
+        return replace(self, embedding_VH=embedding, head_VH=head).narrowed(self.kept_D)
 
 
 def keep_tokens(counts_V: NDArray[np.int64], size: int, always: Collection[int]) -> NDArray[np.int64]:

@@ -17,7 +17,7 @@ from dspark.errors import InputError
 from dspark.model.drafter import Drafter
 from dspark.model.families import family_of
 from dspark.model.vocabulary import Vocabulary
-from dspark.target import Target, load_config, load_tensors
+from dspark.target import Target, load_tensors, load_whole_config
 
 # What the other taps, mixed in at random, add to the last one at the start.
 _OTHER_TAPS = 0.1
@@ -100,7 +100,7 @@ def start_from_target(drafter: Drafter, target: TargetSettings) -> None:
             f"drafter.init=target copies {config.layers} layers, the target has {config.target_layers}: "
             "lower drafter.layers"
         )
-    prefix = f"{family_of(load_config(target)).decoder}."
+    prefix = f"{family_of(load_whole_config(target)).decoder}."
     sources: dict[str, Tensor] = {}
     for number, layer in enumerate(drafter.layers):
         place = f"{prefix}layers.{config.target_layers - config.layers + number}."

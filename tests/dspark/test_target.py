@@ -4,12 +4,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
 
-from dspark.config import DrafterSettings, TargetSettings
+from dspark.capture import prove_capture
+from dspark.config import DrafterSettings, Precision, TargetSettings
+from dspark.data.render import Sample
 from dspark.errors import InputError
 from dspark.model.config import draft_config
 from dspark.target import Target, fingerprint, load_config, load_target, load_vocabulary
@@ -19,7 +22,7 @@ CPU = torch.device("cpu")
 TAPS = (-1, 0, 2, 4)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma4_text", "gemma4", "gemma4_unified"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_target_folder(tmp_path_factory.mktemp(request.param) / "target", request.param)
 
@@ -58,6 +61,12 @@ def test_final_gives_the_logits_of_the_model(target: Target, twin: Any) -> None:
     with torch.no_grad():
         expected = twin(ids).logits
     assert_near(target.vocabulary.logits(target.states(ids, ()).final), expected)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_proof_of_a_capture_holds_beyond_a_sliding_window(folder: Path, dtype: Precision) -> None:
+    sample = Sample("a", "a", None, tokens(1, 40)[0].numpy().astype(np.int32), np.ones(40, dtype=np.uint8))
+    prove_capture(load_target(TargetSettings(model=str(folder), dtype=dtype), CPU), sample, TAPS)
 
 
 def test_taps_come_in_the_order_asked_for_and_none_is_empty(target: Target) -> None:
@@ -129,7 +138,7 @@ def test_the_fingerprint_follows_the_weights_and_not_the_folder(folder: Path, ta
     shutil.copytree(folder, copy)
     assert fingerprint(copy) == target.fingerprint
     weights = load_file(copy / "model.safetensors")
-    weights["model.layers.3.mlp.up_proj.weight"][0, 7] += 0.5
+    weights[f"{target.family.decoder}.layers.3.mlp.up_proj.weight"][0, 7] += 0.5
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
     assert fingerprint(copy) != target.fingerprint
 
@@ -159,5 +168,5 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
 
 def test_an_unsupported_family_is_refused_before_any_weight_is_read(tmp_path: Path) -> None:
     GPT2Config().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"'gpt2' is not supported \(supported: llama"):
+    with pytest.raises(InputError, match=r"'gpt2' is not supported \(supported: .*llama, mistral"):
         load_config(TargetSettings(model=str(tmp_path)))

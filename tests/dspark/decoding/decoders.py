@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from dspark.config import DrafterSettings, LossSettings, TargetSettings
 from dspark.decoding.engine import Engine, Generation, Request, Sampling
@@ -18,7 +17,7 @@ from dspark.target import Target, load_target
 from dspark.training.batch import Batch
 from dspark.training.blocks import make_blocks
 from dspark.training.objective import DraftObjective, step_weight
-from tests.tiny import MASK_ID, tiny_target_folder, tiny_tokenizer
+from tests.tiny import MASK_ID, tiny_model, tiny_target_folder, tiny_tokenizer
 
 HEADS = ["none", "vanilla", "gated", "rnn", "reduced"]  # reduced: a vanilla head over two thirds of the tokens
 TAPS = (0, 2, 4)
@@ -32,17 +31,18 @@ def tiny_target(family: str = "llama") -> Target:
 
 
 @cache
-def small_vocabulary_target(tokens: int) -> Target:
-    """Two layers and a few tokens: chance alone accepts many drafts, and laws can be written out."""
+def small_vocabulary_target(tokens: int, family: str = "llama") -> Target:
+    """A few layers and tokens: chance alone accepts many drafts, and laws can be written out."""
     sizes: dict[str, Any] = {
-        "vocab_size": tokens, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "initializer_range": 0.4,
-        "pad_token_id": None, "eos_token_id": None, "bos_token_id": None,
+        "vocab_size": tokens, "hidden_size": 16, "intermediate_size": 16,
+        "num_hidden_layers": 4 if family.startswith("gemma4") else 3, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "max_position_embeddings": 256, "initializer_range": 0.4,
+        "pad_token_id": None, "eos_token_id": None, "bos_token_id": None, "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        model = LlamaForCausalLM(LlamaConfig(**sizes))
+        model = tiny_model(family, sizes)
     return Target(model, tiny_tokenizer(), "small", "local", "none")
 
 

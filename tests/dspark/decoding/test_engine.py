@@ -29,7 +29,7 @@ from tests.dspark.decoding.decoders import (
 )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma4_text", "gemma4_unified"])
 def test_plain_decoding_equals_transformers_own_generation(family: str) -> None:
     target = tiny_target(family)
     for request in requests(target, 3, 12):
@@ -43,7 +43,7 @@ def test_plain_decoding_equals_transformers_own_generation(family: str) -> None:
         assert not any(found.drafted) and {round.kept for round in found.rounds} == {1}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma4_text", "gemma4_unified"])
 def test_greedy_texts_are_those_of_a_loop_without_caches_for_every_head_and_batch(family: str) -> None:
     target = tiny_target(family)
     asked = requests(target, 5, 8)
@@ -99,12 +99,12 @@ class Recorder(Sampler):
         return tokens_R
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(("head", "family"), [*((head, "llama") for head in HEADS), ("vanilla", "gemma4_text")])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)])
 def test_the_engine_drafts_what_the_training_pass_computes_from_the_same_tokens(
-    head: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+    head: str, family: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, taps = small_vocabulary_target(6), (0, 1)
+    target, taps = small_vocabulary_target(6, family), (0, 1)
     drafter = random_drafter(target, head, taps, 5)
     monkeypatch.setattr(engine_module, "Sampler", Recorder)
     monkeypatch.setattr(Recorder, "blocks", [])

@@ -6,20 +6,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import Gemma4UnifiedTextConfig, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dspark.config import TargetSettings
-from dspark.decoding.kv import Aim, AimedCache, Store, check_window, target_store
-from dspark.errors import InputError
+from dspark.decoding.kv import Aim, AimedCache, Store, target_store
 from dspark.model.layers import KeyValues
 from dspark.target import Target, load_target
-from tests.tiny import tiny_target_folder, tiny_tokenizer
+from tests.tiny import gemma4_sizes, tiny_target_folder, tiny_tokenizer
 
 CPU = torch.device("cpu")
 
 
 def small_store(width: int = 64) -> Store:
-    store = Store(layers=2, rows=3, heads=1, head_dim=2, device=CPU, dtype=torch.float32)
+    store = Store([(1, 2), (1, 2)], rows=3, device=CPU, dtype=torch.float32)
     store.reserve(width)
     return store
 
@@ -90,7 +89,7 @@ def alone(target: Target, ids: list[int], last: int) -> Tensor:
     return torch.cat(target.states(torch.tensor([ids]), (1,)), dim=-1)[0, -last:]
 
 
-@pytest.fixture(params=["llama", "qwen3"])
+@pytest.fixture(params=["llama", "qwen3", "gemma4_text", "gemma4_unified"])
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> Target:
     return load_target(TargetSettings(model=str(tiny_target_folder(tmp_path, request.param)), dtype="fp32"))
 
@@ -135,27 +134,36 @@ MISTRAL = MistralConfig(**SIZES, sliding_window=16)
 QWEN2 = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=16, max_window_layers=1)
 
 
-@pytest.mark.parametrize("config", [MISTRAL, QWEN2])
-def test_texts_beyond_a_sliding_window_are_refused(config: Any) -> None:
-    check_window(config, 16)
-    with pytest.raises(InputError, match="sliding window of 16 tokens, and max_length is 17"):
-        check_window(config, 17)
-
-
-def test_targets_without_a_window_hold_texts_of_any_length() -> None:
-    check_window(MistralConfig(**SIZES, sliding_window=None), 10_000)
-    check_window(Qwen2Config(**SIZES, sliding_window=16), 10_000)  # declared but not used
-    check_window(Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=16, max_window_layers=3), 10_000)
-
-
 @pytest.mark.parametrize("kind", [MistralForCausalLM, Qwen2ForCausalLM])
-def test_a_windowed_target_is_exact_within_its_window(kind: Any) -> None:
+def test_a_windowed_target_is_exact_beyond_its_window(kind: Any) -> None:
     config = MISTRAL if kind is MistralForCausalLM else QWEN2
     torch.manual_seed(0)
     target = Target(kind._from_config(config, attn_implementation="sdpa"), tiny_tokenizer(), "tiny", "local", "none")
-    store = target_store(target.config, 1, CPU, torch.float32)
-    store.reserve(16)
-    prefill(target, store, 0, torch.tensor([list(range(1, 11))]))
-    found = ragged(target, store, torch.tensor([[50, 51, 52, 53, 54, 55]]), [10])
-    wanted = alone(target, [*range(1, 11), 50, 51, 52, 53, 54, 55], 6)
-    torch.testing.assert_close(found[0], wanted, atol=1e-4, rtol=1e-4)
+    store = target_store(target.config, 2, CPU, torch.float32)
+    store.reserve(40)
+    for row, length in enumerate((20, 9)):
+        prefill(target, store, row, torch.tensor([list(range(1, length + 1))]))
+    found = ragged(target, store, torch.tensor([[50, 51, 52, 53, 54, 55], [60, 61, 62, 63, 64, 65]]), [20, 9])
+    for row, (length, first) in enumerate(((20, 50), (9, 60))):
+        wanted = alone(target, [*range(1, length + 1), *range(first, first + 6)], 6)
+        torch.testing.assert_close(found[row], wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_what_lies_before_the_window_changes_no_later_state() -> None:
+    torch.manual_seed(0)
+    model = MistralForCausalLM._from_config(MISTRAL, attn_implementation="sdpa")
+    target = Target(model, tiny_tokenizer(), "tiny", "local", "none")
+    texts = torch.tensor([[first, *range(2, 60)] for first in (1, 99)])
+    positions = torch.arange(59).expand(2, -1)
+    visible = torch.ones(59, 59, dtype=torch.bool).tril()[None, None]
+    one, other = target.states(texts, (), positions, visible).final
+    # Three layers of 16 tokens reach back over 45: the first token is known to positions 1 to 45 and to none behind.
+    assert (one[1:46] - other[1:46]).abs().amax(dim=-1).min() > 0
+    assert torch.equal(one[46:], other[46:])
+
+
+def test_layers_that_reuse_keys_and_values_keep_none() -> None:
+    sizes = gemma4_sizes({**SIZES, "num_hidden_layers": 6}) | {"attention_k_eq_v": False, "num_kv_shared_layers": 2}
+    config = Gemma4UnifiedTextConfig(**sizes)
+    shapes = [tuple(layer.keys.shape) for layer in target_store(config, 3, CPU, torch.float32).layers]
+    assert shapes == [(3, 2, 0, 8), (3, 2, 0, 16)] * 2 + [(3, 0, 0, 8), (3, 0, 0, 16)]

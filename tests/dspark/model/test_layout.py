@@ -94,7 +94,7 @@ def test_a_missing_key_is_named(key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("architectures", ["Gemma4DSparkModel"]),
+        ("architectures", ["Qwen3Model"]),
         ("model_type", "llama"),
         ("attention_bias", True),
         ("tie_word_embeddings", True),

@@ -1,0 +1,73 @@
+"""The presets that are shipped: each one loads, holds the published settings, and differs only where it must."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3Config
+
+from dspark.config import Settings, dotted
+from dspark.model.config import draft_config
+from jobs.config import load_settings
+
+PRESETS = Path("platform/presets")
+PUBLISHED = {
+    "qwen3_4b": ("Qwen/Qwen3-4B", (1, 9, 17, 25, 33), 151669),
+    "qwen3_8b": ("Qwen/Qwen3-8B", (1, 9, 17, 25, 33), 151669),
+    "qwen3_14b": ("Qwen/Qwen3-14B", (1, 10, 19, 28, 37), 151669),
+    "gemma4_12b": ("google/gemma-4-12B-it", (5, 17, 29, 41, 46), 4),
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "dspark": {
+        "drafter.markov_rank": 256, "drafter.confidence": True, "loss.ce": 0.1, "loss.l1": 0.9, "loss.confidence": 1.0,
+    },
+    "dflash": {
+        "drafter.markov_rank": 0, "drafter.confidence": False, "loss.ce": 1.0, "loss.l1": 0.0, "loss.confidence": 0.0,
+    },
+}  # fmt: skip
+EVERYWHERE = {
+    "seed": 42, "target.dtype": "bf16", "targets.gpus": 1, "data.max_length": 4096, "drafter.layers": 5,
+    "drafter.block": 7, "drafter.family": None, "drafter.init": "random", "drafter.vocab": None, "loss.gamma": 4.0,
+    "train.gpus": 1, "train.precision": "bf16", "train.global_batch": 512, "train.micro_batch": 1,
+    "train.anchors": 512, "train.epochs": 10, "train.max_steps": None, "train.lr": 6e-4, "train.warmup": 0.04,
+    "train.weight_decay": 0.0, "train.clip": 1.0, "train.log_every": 10, "train.checkpoint_every": 3000,
+}  # fmt: skip
+
+
+def settings_of(name: str) -> Settings:
+    return load_settings(PRESETS / f"{name}.yaml", [])
+
+
+def test_every_preset_loads_and_is_known_here() -> None:
+    names = {file.stem for file in PRESETS.glob("*.yaml")}
+    assert names >= {f"{target}_{kind}" for target in PUBLISHED for kind in KINDS}
+    for name in names:
+        assert settings_of(name).name.replace("-", "_").startswith(name.replace("-", "_"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("target", PUBLISHED)
+def test_a_preset_holds_the_published_settings(target: str, kind: str) -> None:
+    model, taps, mask = PUBLISHED[target]
+    wanted = EVERYWHERE | KINDS[kind] | {"target.model": model, "drafter.taps": taps, "drafter.mask_token_id": mask}
+    found = dotted(settings_of(f"{target}_{kind}").model_dump())
+    assert {key: found[key] for key in wanted} == wanted
+
+
+@pytest.mark.parametrize("target", PUBLISHED)
+def test_kinds_of_drafters_differ_in_their_heads_and_losses_alone(target: str) -> None:
+    one, other = (dotted(settings_of(f"{target}_{kind}").model_dump()) for kind in KINDS)
+    assert {key for key in one if one[key] != other[key]} == {"name", *KINDS["dspark"]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_targets_differ_in_model_taps_and_mask_token_alone(kind: str) -> None:
+    first, *others = (dotted(settings_of(f"{target}_{kind}").model_dump()) for target in PUBLISHED)
+    allowed = {"name", "target.model", "drafter.taps", "drafter.mask_token_id"}
+    assert all({key for key in first if first[key] != other[key]} <= allowed for other in others)
+
+
+@pytest.mark.parametrize(("target", "layers"), [("qwen3_4b", 36), ("qwen3_8b", 36), ("qwen3_14b", 40)])
+def test_the_taps_and_the_mask_token_fit_the_target(target: str, layers: int) -> None:
+    config = Qwen3Config(num_hidden_layers=layers, vocab_size=151936, eos_token_id=151645, pad_token_id=151643)
+    assert draft_config(config, settings_of(f"{target}_dspark").drafter).target_layers == layers
