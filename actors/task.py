@@ -1,5 +1,6 @@
 """What a training run is, as one small value that travels to every rank."""
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -41,6 +42,7 @@ class TrainTask:
             "seed": settings.seed,
             "plan": self.plan.identity,
             "data": samples_fingerprint(self.sample_ids),
+            "kept": None if self.kept is None else hashlib.sha256(self.kept.tobytes()).hexdigest()[:32],
             "target": {"fingerprint": self.origin.fingerprint, "dtype": self.origin.dtype},
             "targets": settings.targets.model_dump(mode="json", include={"batch_tokens", "window_rows"}),
             "drafter": settings.drafter.model_dump(mode="json"),

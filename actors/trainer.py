@@ -37,12 +37,13 @@ from dspark.training.share import Share, make_share
 
 @dataclass
 class Clock:
-    """This rank's seconds by phase, and tokens, since the last record."""
+    """This rank's seconds by phase, and tokens, since the last record; and the learning rate of the newest step."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
     tokens: int = 0
     steps: int = 0
+    rate: float = 0.0
 
     def restart(self) -> None:
         """Begins a new record."""
@@ -88,6 +89,7 @@ def train(task: TrainTask) -> None:
         since = time.perf_counter()
         share = make_share(table, task.positions(step, dist.get_rank()), task.plan, task.draft, task.settings, device)
         clock.lap("collate", since)
+        clock.rate = float(engine.get_lr()[0])
         means += [share.counts, *optimizer_step(engine, task.settings, vocabulary, share, clock)]
         done, last = step + 1, step + 1 == task.plan.steps
         if done % settings.log_every == 0 or last:
@@ -180,6 +182,6 @@ def record(engine: DeepSpeedEngine, task: TrainTask, done: int, means: list[Mean
             "waiting_share": clock.seconds.get("waiting", 0.0) / elapsed,
             "tokens_per_second": tokens / elapsed,
             "grad_norm": float(engine.get_global_grad_norm() or 0.0),
-            "lr": float(engine.get_lr()[0]),
+            "lr": clock.rate,
         }
         task.records.put({"step": done, **values})

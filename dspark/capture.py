@@ -46,21 +46,26 @@ def padded_ids(samples: Sequence[Sample], device: torch.device) -> Tensor:
     return torch.from_numpy(ids).to(device)
 
 
+def _apart(found_1SX: Tensor, own_1SX: Tensor) -> float:
+    """Largest relative distance at any position."""
+    found, own = found_1SX.float(), own_1SX.float()
+    return float(((found - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-30)).max())
+
+
 @torch.inference_mode()
 def prove_capture(target: Target, sample: Sample, taps: Sequence[int]) -> None:
     """Shows on one sample that captured states are what the contract says.
 
-    `vocabulary.logits(final)` must be the model's own logits, and each tap the model's own hidden state of that layer.
+    `vocabulary.logits(final)` must be the model's own logits, and each tap the model's own hidden state of that layer,
+    at every position by itself: one huge activation, as first tokens often have, would hide all others.
     A failure is a defect of this project or a model that does not fit its family, so it is an assertion.
     """
     ids = padded_ids([sample], target.device)
     states = target.states(ids, taps)
     whole = target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
-    scale = whole.logits.float().abs().max()
-    gap = (target.vocabulary.logits(states.final).float() - whole.logits.float()).abs().max() / scale
+    gap = _apart(target.vocabulary.logits(states.final), whole.logits)
     tolerance = _LOGIT_TOLERANCE[target.dtype]
     assert gap <= tolerance, f"final is not the normed last state of {target.name}: logits differ by {gap:.1e}"
     for tap, state in zip(taps, states.taps.split(target.hidden, dim=-1), strict=True):
-        own = whole.hidden_states[tap + 1]
-        apart = (state - own).float().abs().max() / own.float().abs().max()
+        apart = _apart(state, whole.hidden_states[tap + 1])
         assert apart <= tolerance, f"tap {tap} is not the output of decoder block {tap}: they differ by {apart:.1e}"

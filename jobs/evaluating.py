@@ -24,9 +24,7 @@ def evaluate_drafter(settings: Settings, drafter: Path, prompts: PromptRows, con
     """
     evaluate = settings.evaluate
     requests = _requests(settings, prompts)
-    batches = [
-        pa.Table.from_pylist(requests[at : at + evaluate.batch]) for at in range(0, len(requests), evaluate.batch)
-    ]
+    batches = [pa.Table.from_pylist(batch) for batch in _batches(requests, evaluate.batch)]
     longest = max(len(ids) for ids in prompts.ids) + evaluate.max_new_tokens
     task = EvaluationTask(settings.target, drafter, evaluate, longest, settings.seed)
     results: list[PromptResult] = []
@@ -53,6 +51,14 @@ def _requests(settings: Settings, prompts: PromptRows) -> list[dict[str, object]
     benchmarks = [row for row in rows if row not in held_out]
     warm = [{**row, "temperature": evaluate.temperature} for row in held_out[: evaluate.prompts_t1]]
     return held_out[: evaluate.prompts_t0] + warm + benchmarks
+
+
+def _batches(requests: Sequence[dict[str, object]], size: int) -> list[list[dict[str, object]]]:
+    """Requests of one temperature and domain together, since a batch's seconds are shared by its rows."""
+    groups: dict[tuple[object, object], list[dict[str, object]]] = {}
+    for request in requests:
+        groups.setdefault((request["temperature"], request["domain"]), []).append(request)
+    return [group[at : at + size] for group in groups.values() for at in range(0, len(group), size)]
 
 
 def _note(results: Sequence[PromptResult]) -> str:

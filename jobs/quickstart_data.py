@@ -71,7 +71,11 @@ def answer(prompts: list[Prompt]) -> list[dict[str, Any]]:
     rows = []
     for prompt, found in zip(prompts, Engine(target, None, BATCH, limit).generate(requests), strict=True):
         text = str(target.tokenizer.decode(list(found.tokens), skip_special_tokens=True))
-        rows.append(_row(prompt, text) | ({"finish": "length"} if found.finish == "length" else {}))
+        if found.finish == "length":
+            # The limit may fall inside a character, whose beginning decodes to a replacement.
+            rows.append(_row(prompt, text.rstrip("\ufffd")) | {"finish": "length"})
+        else:
+            rows.append(_row(prompt, text))
     return rows
 
 

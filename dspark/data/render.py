@@ -21,7 +21,7 @@ from dspark.data.conversations import DUPLICATE, Conversation, Conversations, Dr
 from dspark.errors import InputError
 
 # Part of the settings hash: raise it whenever the same text would get another mask.
-MASK_RULE = 1
+MASK_RULE = 2
 
 
 @dataclass(frozen=True, eq=False)  # the id says what is equal; arrays have no truth value
@@ -144,7 +144,7 @@ class Renderer:
             if messages[turn].role != "assistant":
                 continue
             head = self._text(messages[:turn], generation_prompt=True)
-            closed = conversation.finished or turn + 1 < len(messages)
+            closed = conversation.finished or any(later.role == "assistant" for later in messages[turn + 1 :])
             end = self._end(messages[: turn + 1], head, closed)
             if end is not None and text.startswith(end):
                 spans.append((len(head), len(end)))

@@ -38,7 +38,7 @@ class Drafter(nn.Module):
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
         if config.draft_vocab < config.vocab:
-            # In the form that serving engines read: offsets from draft ids to token ids, and which tokens are kept.
+            # Offsets from draft ids to token ids, and which tokens are kept: the form of the EAGLE-3 layouts.
             self.register_buffer("d2t", torch.zeros(config.draft_vocab, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(config.vocab, dtype=torch.bool))
 

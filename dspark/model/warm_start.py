@@ -1,9 +1,10 @@
 """Drafters that start from what the target knows, instead of at random.
 
-Layers are copies of the target's last ones: they read the last tap through the norm that they read it through in the
-target, so their context keys and values are the target's own from the first step on, and what training has left to
-learn is the side of the queries. The Markov head starts as the best low-rank form of the target's bigrams: of what it
-predicts when it has seen one token of an answer.
+Layers are copies of the target's last ones, which read the last tap through the norm that the layer behind this tap
+reads it through. That layer's context values are then the target's own from the first step on, and so are its keys in
+a family whose form the drafter takes; the Qwen3 form of a Llama-shaped target norms keys that the target does not.
+The Markov head starts as the best low-rank form of the target's bigrams: of what it predicts when it has seen one
+token of an answer.
 """
 
 from collections.abc import Sequence
@@ -75,7 +76,7 @@ def start_from_bigrams(drafter: Drafter, bigrams: Bigrams, vocabulary: Vocabular
     _, _, directions_HH = torch.linalg.svd(weights_N1.sqrt() * centred_NH, full_matrices=False)
     directions_Hr = directions_HH[: drafter.config.markov_rank].T
     features_Nr = centred_NH @ directions_Hr
-    scale_r = features_Nr.std(0).clamp(min=1e-6) / _MARKOV_STD
+    scale_r = features_Nr.std(0, correction=0).clamp(min=1e-6) / _MARKOV_STD
     found = directions_Hr.shape[1]
     head.markov_w1.weight.zero_()
     head.markov_w1.weight[bigrams.tokens_N, :found] = (features_Nr / scale_r).to(head.markov_w1.weight)

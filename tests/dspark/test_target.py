@@ -1,6 +1,7 @@
 """The target: taps and final states against transformers, alone and in ragged batches."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
 
 from dspark.capture import prove_capture
@@ -15,7 +17,7 @@ from dspark.config import DrafterSettings, Precision, TargetSettings
 from dspark.data.render import Sample
 from dspark.errors import InputError
 from dspark.model.config import draft_config
-from dspark.target import Target, fingerprint, load_config, load_target, load_vocabulary
+from dspark.target import Target, TargetStates, fingerprint, load_config, load_target, load_vocabulary
 from tests.tiny import MASK_ID, tiny_target_folder
 
 CPU = torch.device("cpu")
@@ -67,6 +69,35 @@ def test_final_gives_the_logits_of_the_model(target: Target, twin: Any) -> None:
 def test_the_proof_of_a_capture_holds_beyond_a_sliding_window(folder: Path, dtype: Precision) -> None:
     sample = Sample("a", "a", None, tokens(1, 40)[0].numpy().astype(np.int32), np.ones(40, dtype=np.uint8))
     prove_capture(load_target(TargetSettings(model=str(folder), dtype=dtype), CPU), sample, TAPS)
+
+
+class Shifted(Target):
+    """A target whose taps are one layer late."""
+
+    def _tap_source(self, tap: int) -> nn.Module:
+        return super()._tap_source(tap + 1)
+
+
+class Unnormed(Target):
+    """A target whose `final` is the last layer's raw output."""
+
+    def states(self, input_ids_BQ: torch.Tensor, taps: Sequence[int], *rest: Any, **more: Any) -> TargetStates:
+        raw = super().states(input_ids_BQ, (*taps, self.layers - 1), *rest, **more).taps
+        return TargetStates(raw[..., : -self.hidden], raw[..., -self.hidden :])
+
+
+@pytest.mark.parametrize("wrong", [Shifted, Unnormed])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_proof_of_a_capture_finds_wrong_states_beside_one_huge_activation(
+    folder: Path, dtype: Precision, wrong: type[Target]
+) -> None:
+    ids = tokens(1, 40)[0].numpy().astype(np.int32)
+    right = load_target(TargetSettings(model=str(folder), dtype=dtype), CPU)
+    right.vocabulary.embedding_VH[int(ids[0]), 0] = 2000.0
+    sample = Sample("a", "a", None, ids, np.ones(40, dtype=np.uint8))
+    prove_capture(right, sample, TAPS)
+    with pytest.raises(AssertionError, match=r"tap -1 is not|final is not"):
+        prove_capture(wrong(right.model, right.tokenizer, "t", "r", "f"), sample, TAPS)
 
 
 def test_taps_come_in_the_order_asked_for_and_none_is_empty(target: Target) -> None:

@@ -104,6 +104,8 @@ def test_the_end_of_an_answer_that_was_cut_off_is_not_supervised(template: str) 
     row = of(("user", "q"), ("assistant", "one"), ("user", "r"), ("assistant", "2, 3 and"))
     assert answers_of(replace(row, finished=False), template) == ["one<|im_end|>", "2, 3 and"]
     assert answers_of(row, template) == ["one<|im_end|>", "2, 3 and<|im_end|>"]
+    more = of(("user", "q"), ("assistant", "2, 3 and"), ("user", "go on"))
+    assert answers_of(replace(more, finished=False), template) == ["2, 3 and"]
 
 
 def test_mask_positions_of_a_short_row_by_hand() -> None:

@@ -144,6 +144,8 @@ def test_the_engine_drafts_what_the_training_pass_computes_from_the_same_tokens(
         ("vanilla", Sampling(1.3, top_p=0.9)),
         ("gated", Sampling(1.5, top_k=2)),
         ("rnn", Sampling(1.0)),
+        ("reduced", Sampling(1.2)),
+        ("reduced", Sampling(1.5, top_k=2)),
     ],
 )
 def test_sampled_texts_have_the_exact_law_of_the_target(head: str, rule: Sampling) -> None:

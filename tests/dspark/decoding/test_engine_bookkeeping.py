@@ -1,5 +1,6 @@
 """How the engine ends, accounts for and refuses requests."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -180,10 +181,11 @@ def test_seconds_add_up() -> None:
     target = small_vocabulary_target(6)
     engine = Engine(target, random_drafter(target, "vanilla", (0, 1), 5), 2, 80)
     assert engine.seconds == Seconds()
+    started = time.perf_counter()
     engine.generate(requests(target, 3, 20))
-    spent = engine.seconds
+    wall, spent = time.perf_counter() - started, engine.seconds
     assert min(spent.prefill, spent.draft, spent.verify, spent.other) > 0
-    assert spent.prefill + spent.draft + spent.verify + spent.other == pytest.approx(spent.total)
+    assert spent.prefill + spent.draft + spent.verify < spent.total <= wall
 
 
 def test_no_request_gives_no_result() -> None:
