@@ -12,6 +12,7 @@ from dspark.data.captures import Origin
 from dspark.data.plan import Plan
 from dspark.data.rows import samples_fingerprint
 from dspark.model.config import DraftConfig
+from dspark.target import fingerprint
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,16 @@ class TrainTask:
     def identity(self) -> dict[str, Any]:
         """What a run must have in common with the checkpoint that it continues, by dotted key."""
         settings = self.settings
+        drafter = settings.drafter.model_dump(mode="json")
+        if settings.drafter.start_from is not None:  # its content matters, not its place
+            drafter["start_from"] = fingerprint(settings.drafter.start_from)
         sections = {
             "seed": settings.seed,
             "plan": self.plan.identity,
             "data": samples_fingerprint(self.sample_ids),
             "target": {"fingerprint": self.origin.fingerprint, "dtype": self.origin.dtype},
             "targets": settings.targets.model_dump(mode="json", include={"batch_tokens", "window_rows"}),
-            "drafter": settings.drafter.model_dump(mode="json"),
+            "drafter": drafter,
             "loss": settings.loss.model_dump(mode="json"),
             "train": settings.train.model_dump(mode="json", include=_TRAIN_KEYS),
         }

@@ -23,7 +23,7 @@ from dspark.config import Settings
 from dspark.data.rows import sample_at, supervised_counts
 from dspark.errors import InputError
 from dspark.model.checkpoints import save_drafter
-from dspark.target import DTYPES, load_config, load_vocabulary
+from dspark.target import DTYPES, fingerprint, load_config, load_vocabulary
 from jobs.experiment import Experiment
 from jobs.progress import Stage, stage, training_note
 from jobs.rows import Rows
@@ -174,7 +174,10 @@ def drafter_facts(settings: Settings, rows: Rows) -> dict[str, Any]:
             "name": rows.origin.target,
             "revision": rows.origin.revision,
             "fingerprint": rows.origin.fingerprint,
+            "architectures": list(load_config(settings.target).architectures or []),
         },
+        "data": {"conversations": settings.data.conversations.name, "fingerprint": rows.fingerprint},
+        "start_from": None if (start := settings.drafter.start_from) is None else fingerprint(start),
         "render": rows.origin.render,
         "rows": rows.table.num_rows,
         "plan": rows.plan.identity,

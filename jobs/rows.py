@@ -16,6 +16,7 @@ from dspark.data.rows import rows_table, samples_fingerprint, supervised_counts
 from dspark.errors import InputError
 from dspark.evaluation.benchmarks import EvaluationPrompt, benchmark_prompts, held_out_prompts
 from dspark.model.config import DraftConfig, draft_config
+from dspark.model.inherit import read_start
 from dspark.model.vocabulary import keep_tokens
 from dspark.target import fingerprint, load_config, load_tokenizer, resolve, special_tokens
 
@@ -58,10 +59,13 @@ def prepare_rows(settings: Settings) -> Rows:
     """Reads, renders and plans the training rows.
 
     Raises:
-        InputError: unreadable data, too many dropped rows, a drafter that does not fit the target, too many positions.
+        InputError: unreadable data, too many dropped rows, a drafter that does not fit the target or its checkpoint,
+            too many positions.
     """
     config = load_config(settings.target)
     draft = draft_config(config, settings.drafter)
+    if settings.drafter.start_from is not None:
+        read_start(settings.drafter.start_from, draft)
     data = settings.data
     if data.max_length > config.max_position_embeddings:
         raise InputError(

@@ -145,14 +145,10 @@ def config_to_json(
         eos_token_id=target_config.eos_token_id,
         pad_token_id=target_config.pad_token_id,
     )
-    scaling = {key: value for key, value in config.rope.items() if key != "rope_theta"}
     return base.to_diff_dict() | {
         "architectures": ["Qwen3DSparkModel"],
         "dtype": dtype_name(dtype),
-        # Engines read the one schema of rotary parameters or the other.
-        "rope_parameters": dict(config.rope),
-        "rope_theta": config.rope["rope_theta"],
-        "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
+        **rope_keys(config),
         **({"draft_vocab_size": config.draft_vocab} if config.draft_vocab < config.vocab else {}),
         "num_target_layers": config.target_layers,
         "target_layer_ids": list(config.taps),
@@ -163,6 +159,16 @@ def config_to_json(
         "markov_head_type": config.markov_head,
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence_with_markov,
+    }
+
+
+def rope_keys(config: DraftConfig) -> dict[str, Any]:
+    """Rotary parameters in both schemas: engines read the one or the other."""
+    scaling = {key: value for key, value in config.rope.items() if key != "rope_theta"}
+    return {
+        "rope_parameters": dict(config.rope),
+        "rope_theta": config.rope["rope_theta"],
+        "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
     }
 
 
