@@ -147,8 +147,10 @@ def upload(folder: Path, repository: str) -> str:
             repo_id=repository, folder_path=folder, commit_message="Drafter, with its model card"
         )
     except (OSError, HFValidationError) as error:
+        reason = " ".join(str(error).split())
         raise InputError(
-            f"{folder} is written, but was not uploaded to {repository}: {str(error).strip().splitlines()[0]}"
+            f"{folder} is written, but was not uploaded to {repository}: {reason}. Once mended: hf upload {repository} "
+            f"{folder}"
         ) from error
     return str(commit.commit_url)
 

@@ -39,8 +39,9 @@ def measured(prompts: int = 2) -> dict[str, object]:
     results = [
         PromptResult(
             id=f"p{i}", domain=("math", "code")[i % 2], temperature=0.0, prompt_tokens=4, tokens=[0] * 6,
-            drafted=[False] * 6, finish="length", rounds=rounds, plain_tokens=[0] * 6, identical=True, plain_seconds=0.6,
-            speculative_seconds=0.3, seconds={"prefill": 0.1, "draft": 0.1, "verify": 0.1, "other": 0.0}, text="", prompt="",
+            drafted=[False] * 6, finish="length", rounds=rounds, plain_tokens=[0] * 6, identical=True,
+            plain_seconds=0.6, speculative_seconds=0.3, text="", prompt="",
+            seconds={"prefill": 0.1, "draft": 0.1, "verify": 0.1, "other": 0.0},
         )
         for i in range(prompts)
     ]  # fmt: skip
@@ -85,7 +86,16 @@ def test_metrics_come_with_their_definitions_and_the_command_that_gave_them() ->
 def test_what_is_not_known_is_said_to_be_not_stated() -> None:
     card = model_card(BARE)
     found = cells(card)
-    for label in ("model", "conversations", "rows", "this drafter", "the target", "the data", "optimizer steps", "seed"):
+    for label in (
+        "model",
+        "conversations",
+        "rows",
+        "this drafter",
+        "the target",
+        "the data",
+        "optimizer steps",
+        "seed",
+    ):
         assert found[label] == "not stated", label
     assert "license: other" in card and "base_model" not in card
     assert "Nothing was measured" in card
