@@ -144,7 +144,10 @@ def export(
     target_license: Annotated[str | None, typer.Option(show_default="not stated", help="The target's.")] = None,
     data_license: Annotated[str | None, typer.Option(show_default="not stated", help="The data's.")] = None,
     push_to_hub: Annotated[
-        str | None, typer.Option(metavar="REPO", show_default="no upload", help="Upload the folder to this repository.")
+        str | None,
+        typer.Option(
+            metavar="REPO", show_default="no upload", help="Upload the folder to this repository; a new one is public."
+        ),
     ] = None,
     dry_run: DryRun = False,
 ) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HFValidationError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -113,7 +113,7 @@ def _card_data(found: Checkpoint, checkpoint: Path, out: Path, to: str, licences
         holds_vocabulary=LAYOUTS[to].vocabulary != "none",
         facts=found.facts,
         licences=licences,
-        settings=settings.read_text(encoding="utf-8") if settings.is_file() else None,
+        settings=yaml.safe_load(settings.read_text(encoding="utf-8")) if settings.is_file() else None,
         result=read_json(run / RESULT) if (run / RESULT).is_file() else None,
     )
 
@@ -146,7 +146,7 @@ def upload(folder: Path, repository: str) -> str:
         commit = api.upload_folder(
             repo_id=repository, folder_path=folder, commit_message="Drafter, with its model card"
         )
-    except (OSError, HFValidationError) as error:
+    except (OSError, ValueError) as error:  # a wrong name or card is a ValueError to the client
         reason = " ".join(str(error).split())
         raise InputError(
             f"{folder} is written, but was not uploaded to {repository}: {reason}. Once mended: hf upload {repository} "

@@ -38,7 +38,7 @@ class CardData:
     holds_vocabulary: bool
     facts: Mapping[str, Any]
     licences: Licences
-    settings: str | None
+    settings: Mapping[str, Any] | None
     result: Mapping[str, Any] | None
 
 
@@ -47,8 +47,7 @@ def model_card(card: CardData) -> str:
     config = card.config
     target = {"name": None, "revision": None, "fingerprint": None} | _section(card.facts, "target")
     name = target["name"]
-    if name is not None and PurePath(name).is_absolute():  # the rest of a path says where, not what
-        target["name"] = PurePath(name).name
+    target["name"] = _placeless(name)
     result = card.result or {}
     rows = list(_rows(result))
     return _environment().get_template("model_card.md.j2").render(
@@ -64,9 +63,9 @@ def model_card(card: CardData) -> str:
         facts={"rows": None, "render": None, "steps": None, "seed": None} | dict(card.facts),
         loss=_section(card.facts, "loss"),
         licences=card.licences,
-        settings=card.settings,
+        settings=None if card.settings is None else _settings(card.settings),
         rows=rows,
-        command=result.get("command") or NOT_STATED,
+        command=" ".join(map(_placeless, str(result.get("command") or NOT_STATED).split(" "))),
         definitions=DEFINITIONS,
     )  # fmt: skip
 
@@ -74,6 +73,22 @@ def model_card(card: CardData) -> str:
 def _section(facts: Mapping[str, Any], key: str) -> dict[str, Any]:
     found = facts.get(key)
     return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    """YAML of what made the drafter; where it was made and tracked is left out."""
+    told = {key: _placeless(value) for key, value in settings.items() if key not in ("output", "tracking", "ray")}
+    return yaml.safe_dump(told, sort_keys=False)
+
+
+def _placeless(value: Any) -> Any:
+    """The same with the last part of every absolute path alone: the rest says where, not what."""
+    if isinstance(value, Mapping):
+        return {key: _placeless(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_placeless(inner) for inner in value]
+    key, equals, path = value.rpartition("=") if isinstance(value, str) else ("", "", "")
+    return f"{key}{equals}{PurePath(path).name}" if PurePath(path).is_absolute() else value
 
 
 def _front(licences: Licences, target: str | None) -> str:

@@ -26,7 +26,7 @@ FULL = replace(
     holds_vocabulary=True,
     facts=FACTS,
     licences=Licences("apache-2.0", "mit", "cc-by-4.0"),
-    settings="name: tiny\nseed: 3\n",
+    settings={"name": "tiny", "seed": 3, "output": "/home/someone/runs", "data": {"held_out": "/home/someone/h.jsonl"}},
 )
 
 
@@ -45,7 +45,10 @@ def measured(prompts: int = 2) -> dict[str, object]:
         )
         for i in range(prompts)
     ]  # fmt: skip
-    return {**result_json(results, {}, 17, None, []), "command": "dspark run tiny.yaml loss.l1=0.5"}
+    return {
+        **result_json(results, {}, 17, None, []),
+        "command": "dspark run /home/someone/tiny.yaml loss.l1=0.5 output=/home/someone/runs",
+    }
 
 
 def cells(card: str) -> dict[str, str]:
@@ -62,7 +65,7 @@ def test_target_data_licences_and_settings_are_stated() -> None:
     assert (found["this drafter"], found["the target"], found["the data"]) == ("apache-2.0", "mit", "cc-by-4.0")
     assert (found["optimizer steps"], found["seed"], found["loss.ce"]) == ("17", "3", "0.1")
     assert found["Markov head"] == "vanilla, rank 5"
-    assert "```yaml\nname: tiny\nseed: 3\n```" in card
+    assert "```yaml\nname: tiny\nseed: 3\ndata:\n  held_out: h.jsonl\n```" in card
     assert "holds copies of the target's embedding" in card
 
 
@@ -80,7 +83,7 @@ def test_metrics_come_with_their_definitions_and_the_command_that_gave_them() ->
     assert "| held out, T=0 | 2 | 2.500 | 0.750 | 2 of 2 | 10.0 | 20.0 | 2.00 |" in card
     assert "| held out, T=0, math | 1 | 2.500 |" in card
     assert DEFINITIONS["acceptance_length"] in card
-    assert "```sh\ndspark run tiny.yaml loss.l1=0.5\n```" in card
+    assert "```sh\ndspark run tiny.yaml loss.l1=0.5 output=runs\n```" in card
 
 
 def test_what_is_not_known_is_said_to_be_not_stated() -> None:
@@ -111,6 +114,6 @@ def test_a_target_that_no_hub_knows_is_named_without_its_place(name: str) -> Non
 
 def test_no_text_leaves_its_cell_or_its_fence() -> None:
     hostile = "a | b\n\n# heading ```\n<script>"
-    card = model_card(replace(FULL, licences=Licences(data=hostile), settings="x: |\n  ```\n  # heading"))
+    card = model_card(replace(FULL, licences=Licences(data=hostile), settings={"x": "```\n# heading"}))
     assert "| the data | a \\| b # heading ''' &lt;script> |" in card.splitlines()
     assert card.count("```") == 2
