@@ -104,7 +104,6 @@ def _verifier(found: Checkpoint, to: str, target: str | None, config: Any) -> Ve
 
 def _card_data(found: Checkpoint, checkpoint: Path, out: Path, to: str, licences: Licences) -> CardData:
     run = checkpoint.absolute().parent
-    settings = run / "settings.yaml"
     return CardData(
         title=out.absolute().name,
         layout=to,
@@ -113,9 +112,22 @@ def _card_data(found: Checkpoint, checkpoint: Path, out: Path, to: str, licences
         holds_vocabulary=LAYOUTS[to].vocabulary != "none",
         facts=found.facts,
         licences=licences,
-        settings=yaml.safe_load(settings.read_text(encoding="utf-8")) if settings.is_file() else None,
+        settings=_settings(run / "settings.yaml"),
         result=read_json(run / RESULT) if (run / RESULT).is_file() else None,
     )
+
+
+def _settings(file: Path) -> dict[str, Any] | None:
+    """The settings of the run that the checkpoint lies in, None where there is no such file."""
+    if not file.is_file():
+        return None
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"{file} beside the checkpoint cannot be read ({error}): mend or move it") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{file} beside the checkpoint holds no settings of a run: mend or move it")
+    return found
 
 
 def _print_plan(console: Console, found: Checkpoint, checkpoint: Path, out: Path, to: str, hub: str | None) -> None:

@@ -48,9 +48,12 @@ def _read(stored: Stored) -> Stored:
     section = keys.section(_SECTION)
     for key in (*LAYER_KEYS, "tie_word_embeddings", "num_target_layers"):
         keys.take(key)
-    architectures = keys.take("architectures")
-    by_name = "dflash" if architectures == ["DFlashDraftModel"] else "dspark"
-    projector = section.get("projector_type") or by_name
+    # Only DFlash files, which are older than the key, may lack it.
+    if keys.take("architectures") == ["DFlashDraftModel"]:
+        section.setdefault("projector_type", "dflash")
+    else:
+        keys.take(f"{_SECTION}.projector_type")
+    projector = section.get("projector_type")
     if projector not in ("dspark", "dflash"):
         keys.faults.append(f"{_SECTION}.projector_type={projector!r}, needed 'dspark' or 'dflash'")
     heads = _heads(keys) if projector == "dspark" else {"markov_rank": 0, "enable_confidence_head": False}
@@ -79,8 +82,11 @@ def _read(stored: Stored) -> Stored:
 
 
 def _heads(keys: Keys) -> dict[str, Any]:
-    """Keys of the heads from the section; a copy at the top must say the same."""
+    """Keys of the heads from the section; SGLang's form repeats them at the top, where they must say the same."""
     heads = {key: keys.take(f"{_SECTION}.{key}") for key in HEADS}
+    if keys.get("architectures") == [ARCHITECTURE]:
+        for key in HEADS:
+            keys.take(key)
     keys.faults += [
         f"{key}={keys.get(key)!r} contradicts {_SECTION}.{key}={value!r}"
         for key, value in heads.items()

@@ -1,19 +1,23 @@
 """Other file layouts: bit-equal round trips, keys as the engines read them, and everything else refused by name."""
 
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from dspark.errors import InputError
 from dspark.model.config import DraftConfig
-from dspark.model.exchange import check_expressible, read_checkpoint, with_vocabulary
+from dspark.model.exchange import check_expressible, read_checkpoint, with_vocabulary, write_checkpoint
+from dspark.model.vocabulary import Vocabulary
 from tests.dspark.folders import FACTS, assert_equal, convert, edited, save, tensors_of, values_of
 from tests.dspark.small import small_config, small_vocabulary
 
+GOLDEN = Path("tests/golden")
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 16}
 ROUND_TRIPS = [
     ("speculators", "vanilla", {}),
@@ -42,6 +46,24 @@ def test_there_and_back_gives_the_same_bits_and_keys(
     back = convert(there, tmp_path / "back", "deepspec", config)
     assert (back / "config.json").read_bytes() == (source / "config.json").read_bytes()
     assert (back / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("case", "name"), [("dspark_vanilla", "speculators"), ("dspark_gated", "specforge")])
+def test_drafters_of_the_published_implementation_go_there_and_back(tmp_path: Path, case: str, name: str) -> None:
+    stored = load_file(GOLDEN / case / "case.safetensors")
+    weights = {key.removeprefix("weights."): value for key, value in stored.items() if key.startswith("weights.")}
+    source = tmp_path / "source"
+    source.mkdir()
+    shutil.copy(GOLDEN / case / "config.json", source)
+    save_file(weights, source / "model.safetensors")
+    there = convert(source, tmp_path / "there", name)
+    found = read_checkpoint(there)
+    found = with_vocabulary(found, Vocabulary(weights["embed_tokens.weight"], weights["lm_head.weight"]))
+    write_checkpoint(tmp_path / "back", found, "deepspec", None, {})
+    published, back = values_of(source), values_of(tmp_path / "back")
+    assert {key: back[key] for key in published} == published
+    assert back.keys() - published.keys() == {"dtype", "rope_theta", "rope_scaling"}
+    assert_equal(tensors_of(tmp_path / "back"), weights)
 
 
 def test_speculators_keys_are_those_that_vllm_reads(tmp_path: Path) -> None:
@@ -156,8 +178,8 @@ NEEDED = {
                     "mask_token_id", "num_target_layers", "sample_from_anchor", "speculators_config",
                     *(f"speculators_config.{key}" for key in ("algorithm", "default_proposal_method",
                       "proposal_methods", "verifier", "verifier.name_or_path", "verifier.architectures"))],
-    "specforge": [*LAYER, "architectures", "block_size", "num_target_layers", "dflash_config",
-                  *(f"dflash_config.{key}" for key in (*HEADS, "target_layer_ids", "mask_token_id"))],
+    "specforge": [*LAYER, *HEADS, "architectures", "block_size", "num_target_layers", "dflash_config",
+                  *(f"dflash_config.{key}" for key in (*HEADS, "projector_type", "target_layer_ids", "mask_token_id"))],
 }  # fmt: skip
 
 
