@@ -12,7 +12,6 @@ from dspark.data.captures import Origin
 from dspark.data.plan import Plan
 from dspark.data.rows import samples_fingerprint
 from dspark.model.config import DraftConfig
-from dspark.target import fingerprint
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,7 @@ class TrainTask:
     kept: NDArray[np.int64] | None  # ids of the tokens that the drafter may propose; None: all
     start: Any  # object reference to the `Bigrams` that a drafter begins with; None: none are wanted
     records: Any  # ray.util.queue.Queue, filled by rank 0 with one dict per logged step
+    started_from: str | None = None  # fingerprint of the folder `drafter.start_from`
 
     def positions(self, step: int, rank: int) -> range:
         """Plan positions of a rank's rows of a step: equal blocks are dealt to the ranks in turn."""
@@ -38,16 +38,14 @@ class TrainTask:
     def identity(self) -> dict[str, Any]:
         """What a run must have in common with the checkpoint that it continues, by dotted key."""
         settings = self.settings
-        drafter = settings.drafter.model_dump(mode="json")
-        if settings.drafter.start_from is not None:  # its content matters, not its place
-            drafter["start_from"] = fingerprint(settings.drafter.start_from)
         sections = {
             "seed": settings.seed,
             "plan": self.plan.identity,
             "data": samples_fingerprint(self.sample_ids),
             "target": {"fingerprint": self.origin.fingerprint, "dtype": self.origin.dtype},
             "targets": settings.targets.model_dump(mode="json", include={"batch_tokens", "window_rows"}),
-            "drafter": drafter,
+            # Of the checkpoint that it started from the content matters, not the place.
+            "drafter": settings.drafter.model_dump(mode="json") | {"start_from": self.started_from},
             "loss": settings.loss.model_dump(mode="json"),
             "train": settings.train.model_dump(mode="json", include=_TRAIN_KEYS),
         }

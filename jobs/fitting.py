@@ -23,7 +23,7 @@ from dspark.config import Settings
 from dspark.data.rows import sample_at, supervised_counts
 from dspark.errors import InputError
 from dspark.model.checkpoints import save_drafter
-from dspark.target import DTYPES, fingerprint, load_config, load_vocabulary
+from dspark.target import DTYPES, load_config, load_vocabulary
 from jobs.experiment import Experiment
 from jobs.progress import Stage, stage, training_note
 from jobs.rows import Rows
@@ -50,7 +50,7 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
     queue = Queue(actor_options={"num_cpus": 0})
     done = finished_steps(newest_checkpoint(storage))
     start = None if done or settings.drafter.init == "random" else _bigrams(settings, rows)
-    task = TrainTask(settings, rows.draft, plan, rows.sample_ids, rows.origin, rows.kept, start, queue)
+    task = TrainTask(settings, rows.draft, plan, rows.sample_ids, rows.origin, rows.kept, start, queue, rows.start)
     table = [ray.put(rows.table)]
 
     def dataset() -> ray.data.Dataset:
@@ -177,7 +177,7 @@ def drafter_facts(settings: Settings, rows: Rows) -> dict[str, Any]:
             "architectures": list(load_config(settings.target).architectures or []),
         },
         "data": {"conversations": settings.data.conversations.name, "fingerprint": rows.fingerprint},
-        "start_from": None if (start := settings.drafter.start_from) is None else fingerprint(start),
+        "start_from": rows.start,
         "render": rows.origin.render,
         "rows": rows.table.num_rows,
         "plan": rows.plan.identity,
