@@ -27,6 +27,7 @@ class TrainTask:
     kept: NDArray[np.int64] | None  # ids of the tokens that the drafter may propose; None: all
     start: Any  # object reference to the `Bigrams` that a drafter begins with; None: none are wanted
     records: Any  # ray.util.queue.Queue, filled by rank 0 with one dict per logged step
+    started_from: str | None = None  # fingerprint of the folder `drafter.start_from`
 
     def positions(self, step: int, rank: int) -> range:
         """Plan positions of a rank's rows of a step: equal blocks are dealt to the ranks in turn."""
@@ -45,7 +46,8 @@ class TrainTask:
             "kept": None if self.kept is None else hashlib.sha256(self.kept.tobytes()).hexdigest()[:32],
             "target": {"fingerprint": self.origin.fingerprint, "dtype": self.origin.dtype},
             "targets": settings.targets.model_dump(mode="json", include={"batch_tokens", "window_rows"}),
-            "drafter": settings.drafter.model_dump(mode="json"),
+            # Of the checkpoint that it started from the content matters, not the place.
+            "drafter": settings.drafter.model_dump(mode="json") | {"start_from": self.started_from},
             "loss": settings.loss.model_dump(mode="json"),
             "train": settings.train.model_dump(mode="json", include=_TRAIN_KEYS),
         }

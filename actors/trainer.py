@@ -27,6 +27,7 @@ from dspark.data.captures import origin_of
 from dspark.data.plan import windows
 from dspark.errors import InputError
 from dspark.model.drafter import Drafter, new_drafter
+from dspark.model.inherit import start_from_checkpoint
 from dspark.model.vocabulary import Vocabulary
 from dspark.model.warm_start import start_from_bigrams, start_from_target
 from dspark.target import DTYPES, default_device, load_vocabulary
@@ -105,6 +106,10 @@ def _fresh_drafter(task: TrainTask) -> Drafter:
     drafter = new_drafter(task.draft, task.settings.seed, kept)
     if task.settings.drafter.init == "target":
         start_from_target(drafter, task.settings.target)
+    start = task.settings.drafter.start_from
+    # The tensors of a run that goes on come from its own checkpoint.
+    if start is not None and ray.train.get_checkpoint() is None:
+        start_from_checkpoint(drafter, start)
     return drafter
 
 

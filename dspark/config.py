@@ -77,6 +77,9 @@ class DrafterSettings(Section):
         "random",
         description="at random, or layers as copies of the target's last ones and the Markov head from its bigrams",
     )
+    start_from: Path | None = Field(
+        None, description="folder of a drafter, of any layout that `dspark export` reads, whose tensors are taken over"
+    )
     vocab: Positive | None = Field(
         None, description="propose from the training rows' most frequent tokens alone, so many; null: from all"
     )
@@ -91,6 +94,8 @@ class DrafterSettings(Section):
             raise ValueError(
                 "confidence_with_markov=true needs markov_rank > 0: raise the rank or set confidence_with_markov=false"
             )
+        if self.start_from is not None and self.init != "random":
+            raise ValueError(f"start_from is set, so init={self.init} would be overwritten: leave one of them out")
         return self
 
 

@@ -124,6 +124,42 @@ def generate(
 
 
 @app.command()
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Argument(help="New folder.")],
+    to: Annotated[Literal["deepspec", "speculators", "specforge"], typer.Option(help="Layout of the new folder.")],
+    source: Annotated[
+        Literal["deepspec", "speculators", "specforge", "modelopt"] | None,
+        typer.Option("--from", show_default="found out", help="Layout of the checkpoint."),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            show_default="not needed", help="Supplies embedding, head and name where the checkpoint lacks them."
+        ),
+    ] = None,
+    drafter_license: Annotated[
+        str | None, typer.Option("--license", show_default="not stated", help="The drafter's, for the model card.")
+    ] = None,
+    target_license: Annotated[str | None, typer.Option(show_default="not stated", help="The target's.")] = None,
+    data_license: Annotated[str | None, typer.Option(show_default="not stated", help="The data's.")] = None,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REPO", show_default="no upload", help="Upload the folder to this repository; a new one is public."
+        ),
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Write a drafter in the file layout of a serving engine, with a model card."""
+    from dspark.evaluation.model_card import Licences
+    from jobs.export import export
+
+    licences = Licences(drafter_license, target_license, data_license)
+    export(checkpoint, out, to, source, target, licences, push_to_hub, dry_run)
+
+
+@app.command()
 def check_reference(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders of reference cases.")],
 ) -> None:

@@ -26,6 +26,7 @@ _PATHS: Mapping[tuple[str, ...], Literal["preset", "home"]] = {
     ("data", "conversations"): "preset",
     ("data", "held_out"): "preset",
     ("evaluate", "benchmarks"): "preset",
+    ("drafter", "start_from"): "preset",
     _MODEL: "preset",
     ("output",): "home",
 }
@@ -103,6 +104,9 @@ def check_files(settings: Settings) -> None:
     folder = settings.evaluate.benchmarks
     if folder is not None and not folder.is_dir():
         faults.append(f"evaluate.benchmarks: there is no folder {folder}")
+    start = settings.drafter.start_from
+    if start is not None and not start.is_dir():
+        faults.append(f"drafter.start_from: there is no folder {start}")
     if faults:
         raise InputError("; ".join(faults) + ": correct the path or make the data first")
 

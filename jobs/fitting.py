@@ -50,7 +50,7 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
     queue = Queue(actor_options={"num_cpus": 0})
     done = finished_steps(newest_checkpoint(storage))
     start = None if done or settings.drafter.init == "random" else _bigrams(settings, rows)
-    task = TrainTask(settings, rows.draft, plan, rows.sample_ids, rows.origin, rows.kept, start, queue)
+    task = TrainTask(settings, rows.draft, plan, rows.sample_ids, rows.origin, rows.kept, start, queue, rows.start)
     table = [ray.put(rows.table)]
 
     def dataset() -> ray.data.Dataset:
@@ -174,7 +174,10 @@ def drafter_facts(settings: Settings, rows: Rows) -> dict[str, Any]:
             "name": rows.origin.target,
             "revision": rows.origin.revision,
             "fingerprint": rows.origin.fingerprint,
+            "architectures": list(load_whole_config(settings.target).architectures or []),
         },
+        "data": {"conversations": settings.data.conversations.name, "fingerprint": rows.fingerprint},
+        "start_from": rows.start,
         "render": rows.origin.render,
         "rows": rows.table.num_rows,
         "plan": rows.plan.identity,

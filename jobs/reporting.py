@@ -36,7 +36,8 @@ def write_results(
 ) -> Path:
     """Writes `results.jsonl` (one prompt a line), `result.json` and the report; returns the report's path."""
     (folder / RESULTS).write_text("".join(json.dumps(asdict(one)) + "\n" for one in results))
-    (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n")
+    command = " ".join(["dspark", *sys.argv[1:]])
+    (folder / RESULT).write_text(json.dumps({**result, "command": command}, indent=1) + "\n")
     return write_report(
         folder,
         ReportData(
@@ -47,7 +48,7 @@ def write_results(
             results=results,
             result=result,
             token_texts=lambda ids: [str(tokenizer.decode([token])) for token in ids],
-            commands=[" ".join(["dspark", *sys.argv[1:]])],
+            commands=[command],
         ),
     )
 

@@ -16,6 +16,7 @@ from dspark.data.rows import rows_table, samples_fingerprint, supervised_counts
 from dspark.errors import InputError
 from dspark.evaluation.benchmarks import EvaluationPrompt, benchmark_prompts, held_out_prompts
 from dspark.model.config import DraftConfig, draft_config
+from dspark.model.inherit import read_start
 from dspark.model.vocabulary import keep_tokens
 from dspark.target import fingerprint, load_config, load_tokenizer, resolve, special_tokens
 
@@ -30,6 +31,7 @@ class Rows:
     draft: DraftConfig
     origin: Origin
     kept: NDArray[np.int64] | None  # ids of the tokens that the drafter may propose, ascending; None: all
+    start: str | None = None  # fingerprint of the checkpoint that the drafter starts from
 
     @property
     def sample_ids(self) -> tuple[str, ...]:
@@ -58,10 +60,15 @@ def prepare_rows(settings: Settings) -> Rows:
     """Reads, renders and plans the training rows.
 
     Raises:
-        InputError: unreadable data, too many dropped rows, a drafter that does not fit the target, too many positions.
+        InputError: unreadable data, too many dropped rows, a drafter that does not fit the target or its checkpoint,
+            too many positions.
     """
     config = load_config(settings.target)
     draft = draft_config(config, settings.drafter)
+    start = None
+    if settings.drafter.start_from is not None:
+        read_start(settings.drafter.start_from, draft)
+        start = fingerprint(settings.drafter.start_from)
     data = settings.data
     if data.max_length > config.max_position_embeddings:
         raise InputError(
@@ -87,7 +94,7 @@ def prepare_rows(settings: Settings) -> Rows:
     if draft.draft_vocab < draft.vocab:
         counts = supervised_counts(table, draft.vocab)
         kept = keep_tokens(counts, draft.draft_vocab, special_tokens(config, tokenizer))
-    return Rows(table, conversations.dropped + rendered.dropped, plan, draft, origin, kept)
+    return Rows(table, conversations.dropped + rendered.dropped, plan, draft, origin, kept, start)
 
 
 def prepare_prompts(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> PromptRows:

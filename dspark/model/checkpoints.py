@@ -50,14 +50,23 @@ def assemble(tensors: Mapping[str, Tensor], config: DraftConfig) -> tuple[Drafte
         InputError: names every tensor that is missing, unexpected or of another shape, and maps that contradict.
     """
     drafter = _blank(config)
-    if faults := _shape_faults(tensors, drafter) or _map_faults(tensors, config):
-        raise InputError("; ".join(faults))
+    check_tensors(tensors, config)
     drafter.rotary = RotaryTable(config)
     drafter.load_state_dict({name: tensors[name] for name in drafter.state_dict()}, assign=True)
     vocabulary = Vocabulary(
         tensors[EMBEDDING], tensors[HEAD], embedding_scale=config.embedding_scale, soft_cap=config.soft_cap
     )
     return drafter, vocabulary.narrowed(drafter.kept)
+
+
+def check_tensors(tensors: Mapping[str, Tensor], config: DraftConfig) -> None:
+    """Compares tensors, named as in the layout, with what `config` needs.
+
+    Raises:
+        InputError: names every tensor that is missing, unexpected or of another shape, and maps that contradict.
+    """
+    if faults := _shape_faults(tensors, _blank(config)) or _map_faults(tensors, config):
+        raise InputError("; ".join(faults))
 
 
 def save_drafter(
@@ -75,19 +84,46 @@ def save_drafter(
     Raises:
         InputError: the folder holds something already, or the disk refuses.
     """
-    folder = folder.absolute()
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise InputError(f"{folder} exists already and is not overwritten: choose another folder or remove it first")
+    check_free(folder)
     tensors = {**drafter_state, EMBEDDING: vocabulary.embedding_VH, HEAD: vocabulary.head_VH}
     faults = _shape_faults(tensors, _blank(config))
     assert not faults, faults
     values = config_to_json(config, target_config, anchors, dtype) | {RUN_KEY: dict(extra)}
+    write_folder(folder, values, tensors, dtype, {})
+
+
+def check_free(folder: Path) -> None:
+    """Refuses a folder that holds something already: drafters are never written over.
+
+    Raises:
+        InputError: names the folder.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise InputError(f"{folder} exists already and is not overwritten: choose another folder or remove it first")
+
+
+def write_folder(
+    folder: Path,
+    values: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    texts: Mapping[str, str],
+) -> None:
+    """Writes config.json, weights in `dtype` and further text files as a new `folder`, complete or not at all.
+
+    Raises:
+        InputError: the folder holds something already, or the disk refuses.
+    """
+    folder = folder.absolute()
+    check_free(folder)
     # The file format refuses tensors that share memory, as a tied embedding and head do: each gets its own copy.
     copies = {name: _stored(tensor, dtype) for name, tensor in tensors.items()}
     partial = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
     try:
         partial.mkdir(parents=True)
         (partial / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        for name, text in texts.items():
+            (partial / name).write_text(text, encoding="utf-8")
         save_file(copies, partial / WEIGHTS, metadata={"format": "pt"})
         for file in partial.iterdir():
             with file.open("rb") as written:
@@ -110,9 +146,8 @@ def load_drafter(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
     try:
         values = read_json(folder / CONFIG)
         config = config_from_json(values)
-        tensors = _read_tensors(folder)
-        if faults := _dtype_faults(tensors, values.get("dtype")):
-            raise InputError("; ".join(faults))
+        tensors = read_tensors(folder)
+        check_types(tensors, values.get("dtype"))
         drafter, vocabulary = assemble(tensors, config)
     except InputError as error:
         raise InputError(
@@ -163,13 +198,20 @@ def _map_faults(tensors: Mapping[str, Tensor], config: DraftConfig) -> list[str]
     return []
 
 
-def _dtype_faults(tensors: Mapping[str, Tensor], declared: str | None) -> list[str]:
+def check_types(tensors: Mapping[str, Tensor], declared: str | None) -> None:
+    """Every tensor but the maps has the type that config.json declares, or any that a drafter may have.
+
+    Raises:
+        InputError: names every tensor of another type.
+    """
     allowed = [DTYPES[declared]] if declared else list(DTYPES.values())
-    return [
+    faults = [
         f"tensor {name} is {dtype_name(tensor.dtype)}, needed {' or '.join(map(dtype_name, allowed))}"
         for name, tensor in tensors.items()
         if tensor.dtype not in allowed and name not in MAPS
     ]
+    if faults:
+        raise InputError("; ".join(faults))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -182,10 +224,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder's weight files; only safetensors are read, since pickled weights can run code.
+
+    Raises:
+        InputError: no such file, or one that cannot be read.
+    """
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        raise InputError(f"{WEIGHTS} is missing")
+        pickled = [file.name for kind in ("bin", "pt", "pth", "ckpt") for file in sorted(folder.glob(f"*.{kind}"))]
+        hint = f" ({', '.join(pickled)} is not read: pickled weights can run code)" if pickled else ""
+        raise InputError(f"{WEIGHTS} is missing{hint}")
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:

@@ -97,7 +97,6 @@ def check_servable(config: DraftConfig) -> None:
 def _plain_base(config: DraftConfig, target_config: PreTrainedConfig) -> dict[str, Any]:
     text = target_config.get_text_config()
     architecture, model_type = PLAIN[config.form]
-    scaling = {key: value for key, value in config.rope.items() if key != "rope_theta"}
     base = Qwen3Config(
         vocab_size=config.vocab,
         hidden_size=config.hidden,
@@ -118,7 +117,14 @@ def _plain_base(config: DraftConfig, target_config: PreTrainedConfig) -> dict[st
     return base.to_diff_dict() | {
         "architectures": [architecture],
         "model_type": model_type,
-        # Engines read the one schema of rotary parameters or the other.
+        **rope_keys(config),
+    }
+
+
+def rope_keys(config: DraftConfig) -> dict[str, Any]:
+    """Rotary parameters in both schemas: engines read the one or the other."""
+    scaling = {key: value for key, value in config.rope.items() if key != "rope_theta"}
+    return {
         "rope_parameters": dict(config.rope),
         "rope_theta": config.rope["rope_theta"],
         "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,

@@ -139,6 +139,7 @@ def test_a_wrong_value_is_refused_with_its_path_and_what_is_needed(preset: Path,
     ("override", "message"),
     [
         ("drafter.markov_rank=0", "drafter: confidence_with_markov=true needs markov_rank > 0"),
+        ("drafter.init=target drafter.start_from=x", "drafter: start_from is set"),
         ("train.global_batch=3 train.micro_batch=2", "train: global_batch=3 is no multiple"),
         ("loss.confidence=0", "drafter.confidence=true needs loss.confidence > 0"),
     ],
@@ -181,10 +182,11 @@ def test_an_override_whose_value_is_no_yaml_is_refused(preset: Path) -> None:
 
 
 def test_paths_start_where_they_were_written(preset: Path, home: Path) -> None:
-    settings = load_settings(preset, ["evaluate.benchmarks=bench"])
+    settings = load_settings(preset, ["evaluate.benchmarks=bench", "drafter.start_from=old"])
     assert settings.data.conversations == preset.parent / "rows.jsonl"
     assert settings.data.held_out == preset.parent.parent / "held_out.jsonl"
     assert settings.evaluate.benchmarks == home / "bench"
+    assert settings.drafter.start_from == home / "old"
     assert load_settings(preset, ["data.conversations=rows.jsonl"]).data.conversations == home / "rows.jsonl"
     assert load_settings(preset, ["data={conversations: a, held_out: b}"]).data.held_out == home / "b"
 
@@ -211,13 +213,14 @@ def test_a_target_is_a_path_only_when_it_is_written_as_one(preset: Path, home: P
 
 
 def test_every_missing_file_is_named_with_its_key(preset: Path, home: Path) -> None:
-    settings = load_settings(preset, ["evaluate.benchmarks=bench"])
+    settings = load_settings(preset, ["evaluate.benchmarks=bench", "drafter.start_from=old"])
     with pytest.raises(InputError) as caught:
         check_files(settings)
     for key, path in [
         ("data.conversations", settings.data.conversations),
         ("data.held_out", settings.data.held_out),
         ("evaluate.benchmarks", home / "bench"),
+        ("drafter.start_from", home / "old"),
     ]:
         assert key in str(caught.value)
         assert str(path) in str(caught.value)

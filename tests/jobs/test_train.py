@@ -2,10 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from actors.checkpoints import PROGRESS, newest_checkpoint
+from dspark.config import Settings
+from dspark.errors import InputError
+from dspark.evaluation.model_card import Licences
+from dspark.model.exchange import read_checkpoint
+from dspark.target import fingerprint
 from jobs.config import load_settings
+from jobs.export import export
 from jobs.train import train
 from tests.conftest import tiny_preset
 
@@ -74,3 +82,31 @@ def test_a_drafter_of_all_tokens_that_starts_at_random_begins_worse_and_learns_t
     curve = losses(settings.output)
     assert curve[0] > expected[0]
     assert curve[-1] < curve[0]
+
+
+def test_a_drafter_that_starts_from_another_one_goes_on_where_that_ended(
+    one_rank: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    preset, expected = one_rank
+    start = load_settings(preset, []).output / "latest" / "drafter"
+    exported = tmp_path / "exported"
+    export(start, exported, "speculators", None, None, Licences(), None, False)
+    overrides = [f"output={tmp_path}", "drafter.init=random", f"drafter.start_from={exported}", "train.max_steps=2"]
+    settings = load_settings(preset, overrides)
+    train(settings, None, False)
+    curve = losses(settings.output)
+    assert curve[0] < expected[0]
+    made = read_checkpoint(settings.output / "latest" / "drafter").facts
+    assert made["start_from"] == fingerprint(exported)
+    with pytest.raises(InputError, match=r"drafter\.taps is \(1, 2, 4\), the checkpoint has \(0, 2, 4\)"):
+        train(load_settings(preset, [*overrides, "drafter.taps=[1,2,4]"]), None, True)
+    assert identity_of(settings)["drafter.start_from"] == fingerprint(exported)
+
+
+def identity_of(settings: Settings) -> dict[str, Any]:
+    """The identity in the newest checkpoint of a run."""
+    checkpoint = newest_checkpoint(settings.output.resolve() / "latest" / "train")
+    assert checkpoint is not None
+    with checkpoint.as_directory() as stored:
+        identity: dict[str, Any] = json.loads((Path(stored) / PROGRESS).read_text())["identity"]
+    return identity

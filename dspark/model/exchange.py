@@ -1,0 +1,192 @@
+"""Drafters in the file layouts of serving engines, read and written.
+
+folder -> config.json and tensors -> its layout -> published names, checked -> another layout -> folder
+
+The published layout is the middle: another one is a value with the way to it and back (`dspark.model.stored.Layout`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark.errors import InputError
+from dspark.model.checkpoints import (
+    CONFIG,
+    DTYPES,
+    EMBEDDING,
+    HEAD,
+    RUN_KEY,
+    check_tensors,
+    check_types,
+    read_json,
+    read_tensors,
+    write_folder,
+)
+from dspark.model.config import DraftConfig
+from dspark.model.layout import check_servable, config_from_json, dtype_name, rope_keys
+from dspark.model.specforge import MODELOPT, SPECFORGE
+from dspark.model.speculators import SPECULATORS
+from dspark.model.stored import ARCHITECTURE, Layout, Stored, Verifier
+from dspark.model.vocabulary import Vocabulary
+
+
+def _is_published(values: Mapping[str, Any]) -> bool:
+    return "target_layer_ids" in values and not any(other.matches(values) for other in (SPECULATORS, SPECFORGE))
+
+
+DEEPSPEC = Layout(
+    "deepspec",
+    matches=_is_published,
+    read=lambda stored: stored,
+    write=lambda stored, _verifier: stored,
+    refusals=lambda _config: [],
+    vocabulary="whole",
+)
+# A folder is of the first layout that matches: ModelOpt's exports have the section of SpecForge's too.
+LAYOUTS = {layout.name: layout for layout in (DEEPSPEC, SPECULATORS, MODELOPT, SPECFORGE)}
+WRITTEN = tuple(name for name, layout in LAYOUTS.items() if layout.write is not None)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A drafter's folder under published names, complete and without contradiction, in the layout that it came in."""
+
+    stored: Stored
+    config: DraftConfig
+    layout: Layout
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the run that made it remembers."""
+        found = self.stored.values.get(RUN_KEY)
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of every tensor but the maps."""
+        return DTYPES[self.stored.values["dtype"]]
+
+    def fills(self, layout: Layout) -> bool:
+        """Whether it holds what `layout` wants of the target's embedding and head."""
+        head = self.stored.tensors.get(HEAD)
+        if layout.vocabulary == "none" or head is None or EMBEDDING not in self.stored.tensors:
+            return layout.vocabulary == "none"
+        return layout.vocabulary == "kept" or len(head) == self.config.vocab
+
+
+def read_checkpoint(folder: Path, name: str | None = None, target_layers: int | None = None) -> Checkpoint:
+    """Reads a drafter in the layout `name`, None: whichever its config.json has.
+
+    `target_layers` stands in where a layout need not say how many layers the target has.
+
+    Raises:
+        InputError: no layout matches, or one other than `name` does; else names every key and tensor that is missing,
+            unexpected or wrong.
+    """
+    try:
+        values = read_json(folder / CONFIG)
+        layout = _layout_of(values, name)
+        if target_layers is not None and layout is not DEEPSPEC:
+            values.setdefault("num_target_layers", target_layers)
+        stored = layout.read(Stored(values, read_tensors(folder)))
+        config = config_from_json(stored.values)
+        check_tensors(_with_stand_ins(stored.tensors, config, layout), config)
+        dtype = stored.values.get("dtype") or dtype_name(stored.tensors["fc.weight"].dtype)
+        check_types(stored.tensors, dtype)
+    except InputError as error:
+        raise InputError(f"{folder} holds no drafter that can be read: {error}") from error
+    values = stored.values | rope_keys(config) | {"dtype": dtype}
+    return Checkpoint(replace(stored, values=values), config, layout)
+
+
+def _layout_of(values: Mapping[str, Any], name: str | None) -> Layout:
+    found = next((layout for layout in LAYOUTS.values() if layout.matches(values)), None)
+    if found is None and name is not None:
+        found = LAYOUTS[name]  # it will name the keys that are missing
+    if found is None:
+        raise InputError(
+            f"{CONFIG} is of no layout known here ({', '.join(LAYOUTS)}): it has none of the keys target_layer_ids, "
+            "dflash_config, speculators_model_type"
+        )
+    if name is not None and found.name != name:
+        raise InputError(f"it is of the layout {found.name}, not {name}: leave --from out or correct it")
+    return found
+
+
+def _with_stand_ins(tensors: Mapping[str, Tensor], config: DraftConfig, layout: Layout) -> Mapping[str, Tensor]:
+    """The tensors, with stand-ins without memory for the parts of embedding and head that the layout leaves out.
+
+    Raises:
+        InputError: the head has another number of rows than the layout wants.
+    """
+    table = torch.empty(config.vocab, config.hidden, device="meta")
+    if layout.vocabulary == "none":
+        return {EMBEDDING: table, HEAD: table, **tensors}
+    if layout.vocabulary == "whole" or HEAD not in tensors:
+        return tensors
+    rows = [config.draft_vocab, config.hidden]
+    if list(tensors[HEAD].shape) != rows:
+        raise InputError(f"tensor {HEAD} has shape {list(tensors[HEAD].shape)}, needed {rows}")
+    return {**tensors, HEAD: table}
+
+
+def with_vocabulary(checkpoint: Checkpoint, vocabulary: Vocabulary) -> Checkpoint:
+    """The checkpoint with the target's embedding and full head, in its own type.
+
+    Raises:
+        InputError: the target's are of another shape, or are not those that the checkpoint holds.
+    """
+    config, tensors = checkpoint.config, dict(checkpoint.stored.tensors)
+    theirs = {EMBEDDING: vocabulary.embedding_VH, HEAD: vocabulary.head_VH}
+    theirs = {name: tensor.to("cpu", checkpoint.dtype) for name, tensor in theirs.items()}
+    if theirs[HEAD].shape != (config.vocab, config.hidden):
+        raise InputError(
+            f"the drafter is for a target with {config.vocab} tokens and width {config.hidden}, this target has "
+            f"{' and '.join(map(str, theirs[HEAD].shape))}: name the target that it was made for"
+        )
+    kept_D = torch.arange(config.draft_vocab) + tensors["d2t"].cpu() if config.draft_vocab < config.vocab else None
+    for name, tensor in theirs.items():
+        held = tensors.get(name)
+        expected = tensor if held is None or len(held) == len(tensor) or kept_D is None else tensor[kept_D]
+        if held is not None and not torch.equal(held.cpu(), expected):
+            raise InputError(f"tensor {name} of the drafter is not the target's: name the target that it was made for")
+    stored = replace(checkpoint.stored, tensors=tensors | theirs)
+    return replace(checkpoint, stored=stored)
+
+
+def check_expressible(checkpoint: Checkpoint, name: str) -> None:
+    """Refuses what the layout `name` cannot hold, or its engine would compute otherwise.
+
+    Raises:
+        InputError: names every key that stands in the way.
+    """
+    check_servable(checkpoint.config)
+    layout, stored = LAYOUTS[name], checkpoint.stored
+    faults = layout.refusals(checkpoint.config)
+    if not stored.next_token:
+        faults.append(
+            "slot k predicts the token of its own place, as in DFlash, and no drafter here does: such a checkpoint can "
+            "start a training run (drafter.start_from)"
+        )
+    if stored.values["architectures"] != [ARCHITECTURE] and layout is not DEEPSPEC:
+        faults.append(f"architectures={stored.values['architectures']}, needed {[ARCHITECTURE]}")
+    if faults:
+        raise InputError(f"the layout {name} cannot express this drafter: {'; '.join(faults)}")
+
+
+def write_checkpoint(
+    folder: Path, checkpoint: Checkpoint, name: str, verifier: Verifier | None, texts: Mapping[str, str]
+) -> None:
+    """Writes a drafter that `check_expressible` let pass as a new folder in the layout `name`, with further text files.
+
+    Raises:
+        InputError: the folder holds something already, or the disk refuses.
+    """
+    layout = LAYOUTS[name]
+    assert layout.write is not None, f"{name} is only read"
+    stored = layout.write(checkpoint.stored, verifier)
+    write_folder(folder, stored.values, stored.tensors, checkpoint.dtype, texts)
