@@ -36,7 +36,9 @@ class Blocks:
     anchors_BA: Tensor  # int64, columns; 0 for dummies
     starts_BA: Tensor  # int64, the column at which the anchor's document begins
     keep_BA: Tensor  # bool
-    previous_BAK: Tensor  # int64, the token before the predicted one, teacher-forced; 0 behind the document
+    previous_BAK: (
+        Tensor  # int64, the token before the predicted one, teacher-forced; 0 behind the document and in dummies
+    )
     labels_BAK: Tensor  # int64, token a+k+1; 0 where not valid
     valid_BAK: Tensor  # bool, M: all labels up to this slot are supervised
     weights_BAK: Tensor  # fp32, w = M exp(-k/gamma)
@@ -98,7 +100,7 @@ def make_blocks(
         anchors_BA=anchors_BA,
         starts_BA=starts_BA,
         keep_BA=keep_BA,
-        previous_BAK=torch.where(own_BAK, _gather(input_ids_BS, previous_BAK), 0),
+        previous_BAK=torch.where(own_BAK & keep_BA[..., None], _gather(input_ids_BS, previous_BAK), 0),
         labels_BAK=torch.where(valid_BAK, _gather(input_ids_BS, targets_BAK), 0),
         valid_BAK=valid_BAK,
         weights_BAK=valid_BAK.float() * decay_K,
