@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from torch import Tensor
 
 from dspark.config import DataSettings, DrafterSettings, LossSettings, Settings, TargetSettings, TrainSettings
 from dspark.data.captures import Origin, encode
@@ -20,7 +21,9 @@ def captured(
     config: DraftConfig, masks: Sequence[Sequence[int]], broken: Sequence[int] = (), seed: int = 7
 ) -> pa.Table:
     """Samples `row-0`, `row-1`, ... with random ids and states; those numbered in `broken` end in states of NaN."""
-    samples, taps, final = [], {tap: [] for tap in config.taps}, []
+    samples: list[Sample] = []
+    taps: dict[int, list[Tensor]] = {tap: [] for tap in config.taps}
+    final: list[Tensor] = []
     for number, mask in enumerate(masks):
         generator = torch.Generator().manual_seed(seed + 1000 * number)
         ids = torch.randint(config.vocab - 1, (len(mask),), generator=generator).to(torch.int32)

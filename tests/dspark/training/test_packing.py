@@ -182,7 +182,9 @@ def test_nan_behind_the_last_anchor_of_a_document_reaches_no_other_document(head
     (expected, expected_gradients), (means, gradients) = found
     assert torch.equal(stack_means(means), stack_means(expected))
     for name, gradient in gradients.items():
-        assert gradient is not None and torch.equal(gradient, expected_gradients[name]), name
+        expected_gradient = expected_gradients[name]
+        assert gradient is not None and expected_gradient is not None
+        assert torch.equal(gradient, expected_gradient), name
 
 
 @pytest.mark.parametrize("pack_tokens", [None, 40])
@@ -237,6 +239,6 @@ def test_anchors_of_samples_become_ascending_columns_of_their_rows() -> None:
         ({"micro_batch": 2, "pack_tokens": 8}, "train.pack_tokens=8 is below data.max_length=16"),
     ],
 )
-def test_packing_that_could_not_work_is_refused(train: dict[str, int], message: str) -> None:
+def test_packing_that_could_not_work_is_refused(train: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         settings_of(small_config(), global_batch=4, **train)
