@@ -55,6 +55,6 @@ class TrainTask:
 
 
 _TRAIN_KEYS = {
-    "workers", "zero_stage", "precision", "global_batch", "micro_batch", "anchors", "lr", "warmup", "betas",
-    "weight_decay", "clip",
+    "workers", "zero_stage", "precision", "global_batch", "micro_batch", "pack_tokens", "anchors", "lr", "warmup",
+    "betas", "weight_decay", "clip",
 }  # fmt: skip

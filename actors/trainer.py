@@ -21,7 +21,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from actors.checkpoints import restore, save
 from actors.task import TrainTask
-from actors.zero import backward_scale, make_engine
+from actors.zero import backward_scale, make_engine, take_step
 from dspark.config import Settings
 from dspark.data.captures import origin_of
 from dspark.data.plan import windows
@@ -154,7 +154,7 @@ def optimizer_step(
         since = clock.lap("forward", since)
         engine.backward(objective.loss * backward_scale(settings.train, settings.loss))
         since = clock.lap("backward", since)
-        engine.step()
+        take_step(engine)
         clock.lap("step", since)
         means.append(objective.means)
     clock.tokens += share.tokens

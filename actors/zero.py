@@ -62,6 +62,18 @@ def make_engine(objective: DraftObjective, train: TrainSettings, steps: int) -> 
     return engine
 
 
+def take_step(engine: DeepSpeedEngine) -> None:
+    """`engine.step()`, after which `engine.get_global_grad_norm()` is the norm before clipping at any ZeRO stage.
+
+    Under ZeRO 0 in fp32 DeepSpeed clips the gradients, which then are whole on every rank, but forgets their norm.
+    """
+    forgets = engine.zero_optimization_stage() == 0 and not engine.bfloat16_enabled()
+    if forgets and engine.is_gradient_accumulation_boundary():
+        gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+        engine._global_grad_norm = torch.nn.utils.get_total_norm(gradients)
+    engine.step()
+
+
 def backward_scale(train: TrainSettings, loss: LossSettings) -> int:
     """What a loss is multiplied with before `engine.backward`, which divides by ranks and by accumulation steps.
 

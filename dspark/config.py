@@ -130,6 +130,9 @@ class TrainSettings(Section):
     )
     global_batch: Positive = Field(512, description="rows per optimizer step, over all ranks and micro-batches")
     micro_batch: Positive = Field(1, description="rows per rank and forward")
+    pack_tokens: Positive | None = Field(
+        None, description="pack a micro-batch's rows into tensors of at most so many tokens a row; null: pad each row"
+    )
     anchors: Positive = Field(512, description="blocks drawn per row, A")
     epochs: Positive = Field(10, description="passes over the rows; rows without weight fill the last step")
     max_steps: Positive | None = Field(None, description="stop after so many optimizer steps, whatever `epochs` says")
@@ -150,6 +153,11 @@ class TrainSettings(Section):
             raise ValueError(
                 f"global_batch={self.global_batch} is no multiple of workers x micro_batch = {self.workers} x "
                 f"{self.micro_batch} = {rows}: change one of them"
+            )
+        if self.pack_tokens is not None and self.micro_batch == 1:
+            raise ValueError(
+                f"pack_tokens={self.pack_tokens} packs the rows of a micro-batch, and micro_batch=1 has nothing to "
+                "pack: raise micro_batch or set pack_tokens=null"
             )
         return self
 
@@ -220,6 +228,11 @@ class Settings(Section):
             raise ValueError("loss.confidence > 0 needs drafter.confidence=true: set one of them")
         if self.drafter.confidence and self.loss.confidence == 0:
             raise ValueError("drafter.confidence=true needs loss.confidence > 0: an untrained head would be exported")
+        if self.train.pack_tokens is not None and self.train.pack_tokens < self.data.max_length:
+            raise ValueError(
+                f"train.pack_tokens={self.train.pack_tokens} is below data.max_length={self.data.max_length}: a row of "
+                "that length would not fit, change one of them"
+            )
         if self.targets.max_actors is not None and self.targets.max_actors < self.targets.actors:
             raise ValueError(
                 f"targets.max_actors={self.targets.max_actors} is below targets.actors={self.targets.actors}"

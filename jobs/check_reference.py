@@ -9,36 +9,37 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dspark.config import Precision
 from dspark.errors import InputError
-from dspark.training.reference import CASE, TOLERANCE, Difference, compare_case
+from dspark.training.reference import BOUNDS, CASE, Difference, compare_case
 
 
-def check_reference(folders: Sequence[Path]) -> bool:
+def check_reference(folders: Sequence[Path], dtype: Precision = "fp32") -> bool:
     """Compares every case, prints the largest differences and says whether all are within the tolerance.
 
-    A folder is a case, or holds cases as its subfolders. InputError is raised for a folder that is neither.
+    A folder is a case, or holds cases at any depth. InputError is raised for a folder that is neither. Computed in
+    `dtype`, with the bounds of `dspark.training.reference.Bounds`.
     """
     console = Console(highlight=False)
     passed = []
     for case in [case for folder in folders for case in _cases(folder)]:
-        differences = compare_case(case)
+        differences = compare_case(case, dtype)
         console.print(_table(case, differences))
         passed.append(all(difference.within for difference in differences))
-    failed = len(passed) - sum(passed)
+    failed, bounds = len(passed) - sum(passed), BOUNDS[dtype]
+    measure = ", for gradients of their norm" if bounds.whole_gradients else ""
     console.print(
-        f"{len(passed)} cases, {failed} beyond the tolerance"
-        f" (tensor by tensor, {TOLERANCE:g} of the largest stored magnitude)",
+        f"{len(passed)} cases, {failed} beyond the tolerance ({dtype}, tensor by tensor: outputs {bounds.outputs:.3g}, "
+        f"losses {bounds.losses:.3g}, gradients {bounds.gradients:.3g} of the largest stored magnitude{measure})",
         soft_wrap=True,
     )
     return failed == 0
 
 
 def _cases(folder: Path) -> list[Path]:
-    if (folder / CASE).is_file():
-        return [folder]
-    found = sorted(file.parent for file in folder.glob(f"*/{CASE}"))
+    found = sorted(file.parent for file in folder.rglob(CASE))
     if not found:
-        raise InputError(f"{folder} holds no reference case: needed {CASE} and config.json in it or in its subfolders")
+        raise InputError(f"{folder} holds no reference case: needed {CASE} and config.json in it or below it")
     return found
 
 

@@ -162,11 +162,14 @@ def export(
 @app.command()
 def check_reference(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders of reference cases.")],
+    dtype: Annotated[
+        Literal["fp32", "bf16"], typer.Option(help="Type in which weights and states are computed.")
+    ] = "fp32",
 ) -> None:
     """Compare the drafter and its losses with stored reference cases."""
     from jobs.check_reference import check_reference
 
-    _end(check_reference(folders))
+    _end(check_reference(folders, dtype))
 
 
 @app.command()

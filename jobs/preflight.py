@@ -128,7 +128,8 @@ def print_plan(console: Console, settings: Settings, rows: Rows) -> None:
     """Rows, steps, bytes and memory of a run, on the screen."""
     needs, plan, train = needs_of(settings, rows), rows.plan, settings.train
     per_token = 2 * rows.draft.hidden * (len(rows.draft.taps) + 1)
-    draft, ranks = rows.draft, f"{train.workers} ranks x {train.micro_batch} rows x {train.accumulation} accumulated"
+    draft, packed = rows.draft, "" if train.pack_tokens is None else f", packed by {train.pack_tokens} tokens"
+    ranks = f"{train.workers} ranks x {train.micro_batch} rows x {train.accumulation} accumulated{packed}"
     lines = {
         "target": f"{settings.target.model}, {needs.target_weights / 1e6:,.0f} M weights, {settings.target.dtype}",
         "rows": f"{rows.table.num_rows:,} with {rows.tokens:,} tokens; {len(rows.dropped)} dropped{_reasons(rows)}",

@@ -1,7 +1,13 @@
-"""From a captured table to padded tensors on a device."""
+"""From a captured table to padded tensors on a device: a row for each sample, or several samples packed into a row.
+
+A packed sample is a document of its row. What a document's tokens see, where they stand and which labels they have is
+the same as in a row of their own: positions restart, and nothing crosses a boundary. Packing saves the padding of rows
+of unequal length; it costs the masked attention cells between a row's documents.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,12 +26,43 @@ class Batch:
     loss_mask_BS: Tensor  # bool; false on padding
     taps_BSLH: Tensor  # [B, S, L*H], taps concatenated in the drafter's order
     final_BSH: Tensor  # state after the target's last norm
+    packed_starts_BS: Tensor | None = None  # int64; None: every row is one document
+
+    @property
+    def starts_BS(self) -> Tensor:
+        """Column at which the document of each position begins; padding continues the row's last document."""
+        return torch.zeros_like(self.input_ids_BS) if self.packed_starts_BS is None else self.packed_starts_BS
 
     @property
     def positions_BS(self) -> Tensor:
-        """Positions 0..S-1 of every row."""
-        rows, length = self.input_ids_BS.shape
-        return torch.arange(length, device=self.input_ids_BS.device).expand(rows, length)
+        """Positions 0, 1, ... of every document."""
+        return torch.arange(self.input_ids_BS.shape[1], device=self.input_ids_BS.device) - self.starts_BS
+
+
+class Place(NamedTuple):
+    """Where a sample lies in a batch."""
+
+    row: int
+    column: int
+
+
+def pack(lengths: Sequence[int], tokens: int | None) -> list[Place]:
+    """The place of each sample of the given lengths in rows of at most `tokens` tokens; None: a row for each.
+
+    The longest goes first, each into the first row with room for it (ties keep their order). A longer sample than
+    `tokens` has a row for itself.
+    """
+    if tokens is None:
+        return [Place(row, 0) for row in range(len(lengths))]
+    filled: list[int] = []
+    places = [Place(0, 0)] * len(lengths)
+    for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
+        row = next((row for row, used in enumerate(filled) if used + lengths[sample] <= tokens), len(filled))
+        if row == len(filled):
+            filled.append(0)
+        places[sample] = Place(row, filled[row])
+        filled[row] += lengths[sample]
+    return places
 
 
 def loss_masks(table: pa.Table) -> list[NDArray[np.uint8]]:
@@ -33,21 +70,35 @@ def loss_masks(table: pa.Table) -> list[NDArray[np.uint8]]:
     return [np.frombuffer(mask.as_py(), dtype=np.uint8) for mask in table.column("loss_mask")]
 
 
-def collate(table: pa.Table, taps: Sequence[int], hidden: int, device: torch.device, dtype: torch.dtype) -> Batch:
-    """Pads and concatenates the rows of a captured table (`dspark.data.captures`)."""
+def collate(
+    table: pa.Table,
+    taps: Sequence[int],
+    hidden: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    places: Sequence[Place] | None = None,
+) -> Batch:
+    """Pads and concatenates the samples of a captured table (`dspark.data.captures`), by default in a row each."""
     masks = loss_masks(table)
-    length = max(len(mask) for mask in masks)
-    ids_BS = torch.zeros(table.num_rows, length, dtype=torch.int64)
-    mask_BS = torch.zeros(table.num_rows, length, dtype=torch.bool)
-    states = {name: torch.zeros(table.num_rows, length, hidden, dtype=dtype) for name in _columns(taps)}
-    for row, mask in enumerate(masks):
-        size = len(mask)
-        ids_BS[row, :size] = torch.from_numpy(table.column("input_ids")[row].values.to_numpy().astype(np.int64))
-        mask_BS[row, :size] = torch.from_numpy(mask.astype(bool))
+    places = places or pack([len(mask) for mask in masks], None)
+    rows = 1 + max(place.row for place in places)
+    length = max(place.column + len(mask) for place, mask in zip(places, masks, strict=True))
+    ids_BS = torch.zeros(rows, length, dtype=torch.int64)
+    mask_BS = torch.zeros(rows, length, dtype=torch.bool)
+    starts_BS = torch.zeros(rows, length, dtype=torch.int64)
+    states = {name: torch.zeros(rows, length, hidden, dtype=dtype) for name in _columns(taps)}
+    # From left to right: each document's start is written up to the row's end, and the next one's over it.
+    for sample in sorted(range(len(places)), key=lambda sample: places[sample].column):
+        row, column = places[sample]
+        own = slice(column, column + len(masks[sample]))
+        ids_BS[row, own] = torch.from_numpy(table.column("input_ids")[sample].values.to_numpy().astype(np.int64))
+        mask_BS[row, own] = torch.from_numpy(masks[sample].astype(bool))
+        starts_BS[row, column:] = column
         for name, padded in states.items():
-            padded[row, :size] = bf16_column(table, name, row, hidden)
+            padded[row, own] = bf16_column(table, name, sample, hidden)
     joined = torch.cat([states[tap_column(tap)] for tap in taps], dim=-1)
-    return Batch(ids_BS.to(device), mask_BS.to(device), joined.to(device), states[final_column()].to(device))
+    final = states[final_column()]
+    return Batch(ids_BS.to(device), mask_BS.to(device), joined.to(device), final.to(device), starts_BS.to(device))
 
 
 def _columns(taps: Sequence[int]) -> list[str]:

@@ -57,12 +57,16 @@ def run_drafter(drafter: Drafter, vocabulary: Vocabulary, batch: Batch, blocks: 
 
 
 def _seen_taps(batch: Batch, blocks: Blocks) -> Tensor:
-    """Taps [B, S, L*H] with zeros from each row's last anchor on, where no block looks.
+    """Taps [B, S, L*H] with zeros from each document's last anchor on, where no block looks.
 
     A hidden value that is not a number would pass the attention mask all the same: 0 x NaN is NaN.
     """
-    last_B1 = torch.where(blocks.keep_BA, blocks.anchors_BA, 0).amax(dim=1, keepdim=True)
-    return batch.taps_BSLH.masked_fill((batch.positions_BS >= last_B1)[..., None], 0)
+    starts_BS = batch.starts_BS
+    anchors_BA = torch.where(blocks.keep_BA, blocks.anchors_BA, 0)
+    # At each document's first column, its last anchor; 0 for a document without one.
+    last_BS = torch.zeros_like(starts_BS).scatter_reduce(1, blocks.starts_BA, anchors_BA, "amax")
+    columns_S = torch.arange(starts_BS.shape[1], device=starts_BS.device)
+    return batch.taps_BSLH.masked_fill((columns_S >= last_BS.gather(1, starts_BS))[..., None], 0)
 
 
 def draft_logits(drafter: Drafter, vocabulary: Vocabulary, output: DraftOutput, slots: Tensor) -> Tensor:
@@ -77,12 +81,12 @@ def draft_logits(drafter: Drafter, vocabulary: Vocabulary, output: DraftOutput, 
 def target_logits(vocabulary: Vocabulary, batch: Batch, blocks: Blocks, slots: Tensor) -> tuple[Tensor, Tensor]:
     """The target's logits in fp32 for the tokens that the selected slots predict: row a+k of `final`.
 
-    Many slots share a position, which is projected once: logits [P, V] of the distinct positions, and for each of the N
+    Many slots share a column, which is projected once: logits [P, V] of the distinct columns, and for each of the N
     slots its row in them.
     """
     length = batch.input_ids_BS.shape[1]
     rows_N = torch.arange(len(slots), device=slots.device)[:, None, None].expand_as(slots)[slots]
-    places_P, row_N = torch.unique(rows_N * length + blocks.positions_BAK[slots], return_inverse=True)
+    places_P, row_N = torch.unique(rows_N * length + blocks.columns_BAK[slots], return_inverse=True)
     return vocabulary.logits(batch.final_BSH.flatten(0, 1)[places_P]).float(), row_N
 
 

@@ -1,22 +1,26 @@
 """A rank's share of one optimizer step: its captured rows as micro-batches with drawn blocks.
 
-Whatever the rows hold, the share has the planned number of micro-batches, so that all ranks make the same calls:
-padding rows and rows with non-finite states stay in, without anchors.
+A micro-batch has equally many rows of the table whether or not they are packed into fewer rows of tensors: packing
+changes what is padded, never which blocks stand in which micro-batch. Whatever the rows hold, the share has the planned
+number of micro-batches, so that all ranks make the same calls: padding rows and rows with non-finite states stay in,
+without anchors.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dspark.config import Settings
 from dspark.data.plan import Plan
 from dspark.model.config import DraftConfig
 from dspark.target import DTYPES
-from dspark.training.batch import Batch, collate, loss_masks
+from dspark.training.batch import Batch, Place, collate, loss_masks, pack
 from dspark.training.blocks import Blocks, draw_anchors, make_blocks
 from dspark.training.means import Mean, Means
 from dspark.training.objective import step_weight
@@ -45,8 +49,9 @@ def make_share(
     batches, blocks, available, used, bad = [], [], 0, 0, 0
     for at in range(0, len(positions), train.micro_batch):
         rows = range(at, min(at + train.micro_batch, len(positions)))
-        batch = collate(table.slice(at, len(rows)), draft.taps, draft.hidden, device, DTYPES[train.precision])
-        batch, finite = without_non_finite(batch)
+        places = pack([len(masks[row]) for row in rows], train.pack_tokens)
+        part, dtype = table.slice(at, len(rows)), DTYPES[train.precision]
+        batch, finite = without_non_finite(collate(part, draft.taps, draft.hidden, device, dtype, places), places)
         bad += finite.count(False)
         anchors = []
         for row, good in zip(rows, finite, strict=True):
@@ -57,7 +62,16 @@ def make_share(
             used += len(drawn)
             anchors.append(drawn)
         batches.append(batch)
-        blocks.append(make_blocks(batch.input_ids_BS, batch.loss_mask_BS, anchors, draft.block, settings.loss.gamma))
+        blocks.append(
+            make_blocks(
+                batch.input_ids_BS,
+                batch.loss_mask_BS,
+                placed(anchors, places),
+                draft.block,
+                settings.loss.gamma,
+                batch.starts_BS,
+            )
+        )
     counted = sum(plan.counted[position] for position in positions)
     return Share(
         batches=batches,
@@ -77,18 +91,27 @@ def _count(total: int, rows: int, device: torch.device) -> Mean:
     return Mean(torch.tensor(float(total), device=device), torch.tensor(float(rows), device=device))
 
 
-def without_non_finite(batch: Batch) -> tuple[Batch, list[bool]]:
-    """The batch with zeros in rows that hold a non-finite state, and for each row whether it is finite."""
-    finite_B = batch.taps_BSLH.isfinite().flatten(1).all(-1) & batch.final_BSH.isfinite().flatten(1).all(-1)
-    finite: list[bool] = finite_B.tolist()
-    if all(finite):
-        return batch, finite
-    keep = finite_B[:, None, None]
-    return (
-        dataclasses.replace(
-            batch,
-            taps_BSLH=torch.where(keep, batch.taps_BSLH, 0),
-            final_BSH=torch.where(keep, batch.final_BSH, 0),
-        ),
-        finite,
+def placed(anchors: Sequence[NDArray[np.int64]], places: Sequence[Place]) -> list[NDArray[np.int64]]:
+    """Columns of the anchors of each row of a batch, ascending, from each sample's own positions."""
+    rows = [[np.empty(0, np.int64)] for _ in range(1 + max(place.row for place in places))]
+    for (row, column), own in zip(places, anchors, strict=True):
+        rows[row].append(own + column)
+    return [np.sort(np.concatenate(row)) for row in rows]
+
+
+def without_non_finite(batch: Batch, places: Sequence[Place]) -> tuple[Batch, list[bool]]:
+    """The batch with zeros in documents that hold a non-finite state, and for each sample whether it is finite."""
+    bad_BS = ~(batch.taps_BSLH.isfinite().all(-1) & batch.final_BSH.isfinite().all(-1))
+    if not bad_BS.any():
+        return batch, [True] * len(places)
+    # Gathered at each document's first column, and read from there by the whole document.
+    found_BS = torch.zeros_like(batch.starts_BS).scatter_reduce(1, batch.starts_BS, bad_BS.long(), "amax")
+    bad_BS = found_BS.gather(1, batch.starts_BS).bool()
+    rows, columns = zip(*places, strict=True)
+    finite: list[bool] = (~bad_BS[list(rows), list(columns)]).tolist()
+    clean = dataclasses.replace(
+        batch,
+        taps_BSLH=batch.taps_BSLH.masked_fill(bad_BS[..., None], 0),
+        final_BSH=batch.final_BSH.masked_fill(bad_BS[..., None], 0),
     )
+    return clean, finite

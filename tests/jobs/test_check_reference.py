@@ -27,7 +27,7 @@ def test_the_stored_cases_pass_each_group_on_its_line(capsys: pytest.CaptureFixt
     assert check_reference([GOLDEN / "dspark_vanilla", GOLDEN / "dspark_gated"])
     printed = capsys.readouterr().out
     for group in ("outputs", "losses", "gradients fc", "gradients layers.2", "gradients markov_head"):
-        lines = [line for line in printed.splitlines() if group in line]
+        lines = [line for line in printed.splitlines() if line.startswith(f"│ {group}")]
         assert len(lines) == 2 and all("ok" in line for line in lines), group
     assert "FAILED" not in printed
     assert "2 cases, 0 beyond the tolerance" in printed
@@ -54,3 +54,16 @@ def test_the_command_exits_0_only_when_every_case_holds(tmp_path: Path) -> None:
     runner = CliRunner()
     assert runner.invoke(app, ["check-reference", str(GOLDEN / "dspark_vanilla")]).exit_code == 0
     assert runner.invoke(app, ["check-reference", str(broken_case(tmp_path))]).exit_code == 1
+
+
+def test_the_type_of_the_computation_is_an_option_and_its_bounds_are_printed() -> None:
+    result = CliRunner().invoke(app, ["check-reference", str(GOLDEN), "--dtype", "bf16"])
+    assert result.exit_code == 0
+    assert "2 cases, 0 beyond the tolerance (bf16" in result.output
+    assert "outputs 0.125, losses 0.0312, gradients 0.25 of" in result.output
+
+
+def test_cases_are_found_at_any_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(GOLDEN / "dspark_gated", tmp_path / "more" / "heads" / "gated")
+    assert check_reference([tmp_path])
+    assert "1 cases, 0 beyond" in capsys.readouterr().out
