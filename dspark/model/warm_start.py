@@ -2,13 +2,15 @@
 
 Layers are copies of the target's last ones, which read the last tap through the norm that the layer behind this tap
 reads it through. That layer's context values are then the target's own from the first step on, and so are its keys in
-a family whose form the drafter takes; the Qwen3 form of a Llama-shaped target norms keys that the target does not.
+a family whose form the drafter takes; the Qwen3 form of a Llama-shaped target norms queries and keys that the target
+does not, and starts at their average size.
 The Markov head starts as the best low-rank form of the target's bigrams: of what it predicts when it has seen one
 token of an answer.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from dspark.config import TargetSettings
 from dspark.errors import InputError
 from dspark.model.drafter import Drafter
 from dspark.model.families import family_of
+from dspark.model.layers import DraftLayer
 from dspark.model.vocabulary import Vocabulary
 from dspark.target import Target, load_tensors, load_whole_config
 
@@ -106,12 +109,15 @@ def start_from_target(drafter: Drafter, target: TargetSettings) -> None:
     for number, layer in enumerate(drafter.layers):
         place = f"{prefix}layers.{config.target_layers - config.layers + number}."
         sources |= {f"{place}{name}": tensor for name, tensor in layer.named_parameters()}
-    # The target's heads may lack the norms of queries and keys that every drafter has; those stay at one.
+    # The target's heads may lack the norms of queries and keys that its drafter's form has.
     found = load_tensors(
         target, set(sources), optional={name for name in sources if name.endswith(("q_norm.weight", "k_norm.weight"))}
     )
     for name, tensor in found.items():
         sources[name].copy_(tensor)
+    if any(name.endswith("q_norm.weight") for name in sources.keys() - found.keys()):
+        for layer in drafter.layers:
+            _scale_heads(layer)
     norms = {
         f"{prefix}norm.weight": drafter.norm,
         f"{prefix}layers.{config.taps[-1] + 1}.input_layernorm.weight": drafter.hidden_norm,
@@ -120,3 +126,15 @@ def start_from_target(drafter: Drafter, target: TargetSettings) -> None:
         norms[name].weight.copy_(tensor)
     drafter.fc.weight.mul_(_OTHER_TAPS)
     drafter.fc.weight[:, -config.hidden :].add_(torch.eye(config.hidden))
+
+
+def _scale_heads(layer: DraftLayer) -> None:
+    """Norms of queries and keys that give them the size which the target's have without norms, on average.
+
+    A normed input has entries of mean square w^2, with w the weights of the norm, so a projection's output has the mean
+    square of its rows' |row * w|^2. One number per norm: entries that RoPE turns into each other must stay alike.
+    """
+    width = layer.input_layernorm.weight
+    attention: Any = layer.self_attn
+    for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj)):
+        norm.weight.fill_((projection.weight * width).square().sum(1).mean().sqrt())

@@ -41,12 +41,26 @@ def test_layers_and_norms_are_the_target_s_own_and_fc_passes_the_last_tap_on(tar
     theirs = target.decoder.state_dict()
     for name, value in drafter.layers.state_dict().items():
         number, rest = name.split(".", 1)
-        wanted = theirs.get(f"layers.{4 + int(number)}.{rest}")
-        assert torch.equal(value, torch.ones_like(value) if wanted is None else wanted), name
+        if "q_norm" not in name and "k_norm" not in name:
+            assert torch.equal(value, theirs[f"layers.{4 + int(number)}.{rest}"]), name
     assert torch.equal(drafter.norm.weight, theirs["norm.weight"])
     assert torch.equal(drafter.hidden_norm.weight, theirs["layers.5.input_layernorm.weight"])
     identity = torch.cat((torch.zeros(48, 96), torch.eye(48)), dim=1)
     torch.testing.assert_close(drafter.fc.weight - identity, 0.1 * before)
+
+
+def test_norms_of_queries_and_keys_are_the_target_s_or_give_them_its_average_size(target: Target) -> None:
+    drafter = fresh(target)
+    start_from_target(drafter, settings(target.name))
+    for number, (ours, theirs) in enumerate(zip(drafter.layers, target.decoder.layers[4:], strict=True)):
+        inputs = ours.input_layernorm(torch.randn(4000, 48, generator=torch.Generator().manual_seed(number)))
+        for name in ("q", "k"):
+            norm = getattr(ours.self_attn, f"{name}_norm")
+            made = norm(getattr(ours.self_attn, f"{name}_proj")(inputs).view(4000, -1, 16)).square().mean()
+            wanted = getattr(theirs.self_attn, f"{name}_proj")(inputs).view(4000, -1, 16)
+            if hasattr(theirs.self_attn, "q_norm"):
+                wanted = getattr(theirs.self_attn, f"{name}_norm")(wanted)
+            assert made.item() == pytest.approx(wanted.square().mean().item(), rel=0.03)
 
 
 def test_more_draft_layers_than_the_target_has_are_refused(target: Target) -> None:
