@@ -144,7 +144,8 @@ def _stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 def special_tokens(config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids that mean something beyond their text: the tokenizer's special tokens and whatever ends a text."""
     eos = config.eos_token_id
-    named = [*tokenizer.all_special_ids, *(eos if isinstance(eos, list) else [eos])]
+    added = [token for token, text in tokenizer.added_tokens_decoder.items() if text.special]
+    named = [*tokenizer.all_special_ids, *added, *(eos if isinstance(eos, list) else [eos])]
     return frozenset(token for token in named if token is not None and token < config.vocab_size)
 
 

@@ -1,5 +1,6 @@
 """The target: taps and final states against transformers, alone and in ragged batches."""
 
+import copy
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,15 @@ from dspark.config import DrafterSettings, Precision, TargetSettings
 from dspark.data.render import Sample
 from dspark.errors import InputError
 from dspark.model.config import draft_config
-from dspark.target import Target, TargetStates, fingerprint, load_config, load_target, load_vocabulary
+from dspark.target import (
+    Target,
+    TargetStates,
+    fingerprint,
+    load_config,
+    load_target,
+    load_vocabulary,
+    special_tokens,
+)
 from tests.tiny import MASK_ID, tiny_target_folder
 
 CPU = torch.device("cpu")
@@ -201,3 +210,9 @@ def test_an_unsupported_family_is_refused_before_any_weight_is_read(tmp_path: Pa
     GPT2Config().save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"'gpt2' is not supported \(supported: .*llama, mistral"):
         load_config(TargetSettings(model=str(tmp_path)))
+
+
+def test_special_tokens_are_all_that_the_tokenizer_marks_so_and_what_ends_a_text(target: Target) -> None:
+    config = copy.copy(target.config)
+    config.eos_token_id = [258, 7, 100_000]
+    assert special_tokens(config, target.tokenizer) == {7, 256, 257, 258, 259}
