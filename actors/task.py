@@ -11,7 +11,7 @@ from dspark.config import Settings, dotted
 from dspark.data.captures import Origin
 from dspark.data.plan import Plan
 from dspark.data.rows import samples_fingerprint
-from dspark.model.config import DraftConfig
+from dspark.model.kinds import AnyConfig
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class TrainTask:
     """Settings, architecture, plan and data identity of one run."""
 
     settings: Settings
-    draft: DraftConfig
+    draft: AnyConfig
     plan: Plan
     sample_ids: tuple[str, ...]
     origin: Origin
@@ -37,15 +37,15 @@ class TrainTask:
     def identity(self) -> dict[str, Any]:
         """What a run must have in common with the checkpoint that it continues, by dotted key."""
         settings = self.settings
-        sections = {
+        used = settings.model_dump(mode="json")
+        sections: dict[str, Any] = {
             "seed": settings.seed,
             "plan": self.plan.identity,
             "data": samples_fingerprint(self.sample_ids),
             "target": {"fingerprint": self.origin.fingerprint, "dtype": self.origin.dtype},
             "targets": settings.targets.model_dump(mode="json", include={"batch_tokens", "window_rows"}),
-            "drafter": settings.drafter.model_dump(mode="json"),
-            "loss": settings.loss.model_dump(mode="json"),
             "train": settings.train.model_dump(mode="json", include=_TRAIN_KEYS),
+            **{name: used[name] for name in ("drafter", "loss", "eagle3") if name in used},
         }
         return dotted(sections)
 

@@ -4,11 +4,21 @@ A preset (`platform/presets/*.yaml`) sets any of them, dotted overrides (`loss.l
 the settings are checked here; rules that need the target (taps, mask token) in `dspark.model.config`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -58,14 +68,19 @@ class DataSettings(Section):
 
 
 class DrafterSettings(Section):
-    """Architecture of the drafter (design section 4)."""
+    """Architecture of the drafter (design sections 4 and 5). `_UNUSED` says which keys a kind does not have."""
 
+    kind: Literal["dspark", "eagle3"] = Field(
+        "dspark", description="a block in one pass over mask tokens, or token by token from one layer"
+    )
     layers: Positive = Field(5, description="draft layers D")
-    block: Positive = Field(7, description="tokens proposed at once, K")
+    block: Positive = Field(7, description="tokens proposed in a round, K")
     taps: tuple[Annotated[int, Field(ge=-1)], ...] = Field(
         description="target layers whose outputs feed the drafter; -1 is the embedding output"
     )
-    mask_token_id: Count = Field(description="token in the slots behind the anchor; never derived, always given")
+    mask_token_id: Count | None = Field(
+        None, description="token in the slots behind the anchor; never derived, always given for kind dspark"
+    )
     markov_rank: Count = Field(256, description="rank r of the Markov head; 0: none (DFlash)")
     markov_head: Literal["vanilla", "gated", "rnn"] = "vanilla"
     init: Literal["random", "target"] = Field(
@@ -77,6 +92,13 @@ class DrafterSettings(Section):
     )
     confidence: bool = Field(True, description="whether a confidence head is trained")
     confidence_with_markov: bool = Field(True, description="the confidence head also reads the Markov embedding")
+
+    @field_validator("mask_token_id")
+    @classmethod
+    def _mask_token_given(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is None and info.data.get("kind") == "dspark":
+            raise PydanticCustomError("missing", "kind dspark needs a mask token")
+        return value
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -105,6 +127,19 @@ class LossSettings(Section):
         if self.ce + self.l1 == 0:
             raise ValueError("loss.ce and loss.l1 are both 0: nothing would train the drafter's tokens")
         return self
+
+
+class Eagle3Settings(Section):
+    """Training of an EAGLE-3 drafter: chained steps on its own outputs (design section 5)."""
+
+    ttt_length: Positive = Field(7, description="chained steps of training")
+    step_loss_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.8, description="step j weighs this to the power j")
+    mask_alignment: Literal["aligned", "published"] = Field(
+        "aligned", description="the loss covers what decoding asks for, or the mask stays unshifted as published"
+    )
+    normaliser: Literal["sequences", "published"] = Field(
+        "sequences", description="every sequence weighs the same, or the sum is divided by all tokens as published"
+    )
 
 
 class TrainSettings(Section):
@@ -188,6 +223,16 @@ class RaySettings(Section):
     object_store_mb: Positive = Field(1024, description="object store of a local Ray, in MB")
 
 
+# Keys and sections that a kind of drafter has no use for: naming one is an error, and no dump shows it.
+_UNUSED = {
+    "dspark": ("eagle3",),
+    "eagle3": (
+        "drafter.layers", "drafter.mask_token_id", "drafter.markov_rank", "drafter.markov_head", "drafter.init",
+        "drafter.confidence", "drafter.confidence_with_markov", "loss", "train.anchors",
+    ),
+}  # fmt: skip
+
+
 class Settings(Section):
     """One experiment."""
 
@@ -199,10 +244,28 @@ class Settings(Section):
     data: DataSettings
     drafter: DrafterSettings
     loss: LossSettings = LossSettings()
+    eagle3: Eagle3Settings = Eagle3Settings()
     train: TrainSettings = TrainSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     tracking: TrackingSettings = TrackingSettings()
     ray: RaySettings = RaySettings()
+
+    @model_validator(mode="after")
+    def _kind_has_all(self) -> Self:
+        kind = self.drafter.kind
+        if named := [key for key in _UNUSED[kind] if _names(self, key.split("."))]:
+            raise ValueError(f"drafter.kind={kind} has no {', '.join(named)}: leave them out or choose another kind")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _used(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = dump(self)
+        for section, _, key in (unused.partition(".") for unused in _UNUSED[self.drafter.kind]):
+            if key:
+                values.get(section, {}).pop(key, None)
+            else:
+                values.pop(section, None)
+        return values
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -215,6 +278,13 @@ class Settings(Section):
                 f"targets.max_actors={self.targets.max_actors} is below targets.actors={self.targets.actors}"
             )
         return self
+
+
+def _names(section: Section, keys: Sequence[str]) -> bool:
+    """Whether the settings were given a key, whatever its value."""
+    for key in keys[:-1]:
+        section = getattr(section, key)
+    return keys[-1] in section.model_fields_set
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -5,13 +5,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from dspark.config import DrafterSettings
+from dspark.config import DrafterSettings, Settings
 from dspark.errors import InputError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """Sizes and switches of a drafter (design section 4). Lengths in tokens, widths in units."""
+    """Sizes that drafters of every kind have. Lengths in tokens, widths in units."""
 
     hidden: int
     intermediate: int
@@ -25,31 +25,85 @@ class DraftConfig:
     rope: dict[str, Any]
     target_layers: int
     layers: int
-    block: int
+    block: int  # tokens proposed in a round
     taps: tuple[int, ...]
+    activation: str = "silu"
+    init_std: float = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(DraftConfig):
+    """A DSpark drafter (design section 4)."""
+
     mask_token_id: int
     markov_rank: int
     markov_head: str
     confidence: bool
     confidence_with_markov: bool
-    activation: str = "silu"
-    init_std: float = 0.02
+
+    def __str__(self) -> str:
+        taps = list(self.taps)
+        return f"DSpark, {self.layers} layers, block {self.block}, taps {taps}, rank {self.markov_rank}"
 
 
-def draft_config(target: PreTrainedConfig, settings: DrafterSettings) -> DraftConfig:
-    """The drafter that `settings` asks for on top of `target` (its text configuration).
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(DraftConfig):
+    """An EAGLE-3 drafter, of one layer (design section 5), and the training that it had."""
+
+    target_name: str
+    ttt_length: int  # chained steps
+    step_loss_decay: float
+
+    def __str__(self) -> str:
+        return f"EAGLE-3, block {self.block}, taps {list(self.taps)}, {self.ttt_length} chained steps"
+
+
+def drafter_config(target: PreTrainedConfig, settings: Settings) -> DSparkConfig | Eagle3Config:
+    """The drafter of an experiment, of whichever kind.
+
+    Raises:
+        InputError: see `draft_config`.
+    """
+    if settings.drafter.kind == "dspark":
+        return draft_config(target, settings.drafter)
+    return Eagle3Config(
+        **_sizes(target, settings.drafter),
+        layers=1,
+        target_name=settings.target.model,
+        ttt_length=settings.eagle3.ttt_length,
+        step_loss_decay=settings.eagle3.step_loss_decay,
+    )
+
+
+def draft_config(target: PreTrainedConfig, settings: DrafterSettings) -> DSparkConfig:
+    """The DSpark drafter that `settings` asks for on top of `target` (its text configuration).
 
     Raises:
         InputError: a tap outside -1..layers-2, or a mask token that is out of range or already means something.
     """
+    sizes = _sizes(target, settings)
+    assert settings.mask_token_id is not None
+    check_mask_token(settings.mask_token_id, target)
+    return DSparkConfig(
+        **sizes,
+        layers=settings.layers,
+        mask_token_id=settings.mask_token_id,
+        markov_rank=settings.markov_rank,
+        markov_head=settings.markov_head,
+        confidence=settings.confidence,
+        confidence_with_markov=settings.confidence and settings.confidence_with_markov,
+    )
+
+
+def _sizes(target: PreTrainedConfig, settings: DrafterSettings) -> dict[str, Any]:
+    """What every kind of drafter takes from its target, and the settings that all have."""
     _check_taps(settings.taps, target.num_hidden_layers)
     if settings.vocab is not None and settings.vocab > target.vocab_size:
         raise InputError(
             f"drafter.vocab={settings.vocab} exceeds the target's {target.vocab_size} tokens: lower it, or leave it out"
         )
-    check_mask_token(settings.mask_token_id, target)
     heads = target.num_attention_heads
-    return DraftConfig(
+    return dict(
         hidden=target.hidden_size,
         intermediate=target.intermediate_size,
         heads=heads,
@@ -61,14 +115,8 @@ def draft_config(target: PreTrainedConfig, settings: DrafterSettings) -> DraftCo
         max_positions=target.max_position_embeddings,
         rope=dict(target.rope_parameters),
         target_layers=target.num_hidden_layers,
-        layers=settings.layers,
         block=settings.block,
         taps=settings.taps,
-        mask_token_id=settings.mask_token_id,
-        markov_rank=settings.markov_rank,
-        markov_head=settings.markov_head,
-        confidence=settings.confidence,
-        confidence_with_markov=settings.confidence and settings.confidence_with_markov,
         activation=target.hidden_act,
         init_std=target.initializer_range,
     )

@@ -4,6 +4,7 @@ Shape suffixes: B batch, Q block positions (A blocks of K slots), S context posi
 D head width, H hidden width.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -86,15 +87,21 @@ class KeyValues(NamedTuple):
     values: Tensor
 
 
-class DraftAttention(nn.Module):
-    """Block queries over context keys (prefix only) and the keys of their own block."""
+def joined_keys(parts: Sequence[KeyValues]) -> KeyValues:
+    """Keys and values of several stretches of positions, one behind the other."""
+    return KeyValues(torch.cat([part.keys for part in parts], dim=2), torch.cat([part.values for part in parts], dim=2))
 
-    def __init__(self, config: DraftConfig) -> None:
+
+class DraftAttention(nn.Module):
+    """Block queries over context keys (prefix only) and the keys of their own block. It reads `width` units, or H."""
+
+    def __init__(self, config: DraftConfig, width: int | None = None) -> None:
         super().__init__()
+        width = width or config.hidden
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(config.hidden, config.heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
+        self.q_proj = nn.Linear(width, config.heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, config.kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, config.kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
@@ -105,15 +112,13 @@ class DraftAttention(nn.Module):
         return KeyValues(keys, self._heads(self.v_proj(x_BSH)).transpose(1, 2))
 
     def forward(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues, visible_B1QM: Tensor) -> Tensor:
-        queries = rotary(self.q_norm(self._heads(self.q_proj(x_BQH))).transpose(1, 2))
         own = self.key_values(x_BQH, rotary)
-        mixed = F.scaled_dot_product_attention(
-            queries,
-            torch.cat((context.keys, own.keys), dim=2),
-            torch.cat((context.values, own.values), dim=2),
-            attn_mask=visible_B1QM,
-            enable_gqa=True,
-        )
+        return self.attend(x_BQH, rotary, joined_keys((context, own)), visible_B1QM)
+
+    def attend(self, x_BQH: Tensor, rotary: Rotary, seen: KeyValues, visible_B1QM: Tensor) -> Tensor:
+        """What queries read from keys and values of any M positions, where `visible` is true."""
+        queries = rotary(self.q_norm(self._heads(self.q_proj(x_BQH))).transpose(1, 2))
+        mixed = F.scaled_dot_product_attention(queries, seen.keys, seen.values, attn_mask=visible_B1QM, enable_gqa=True)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ The file is the target's text configuration in Qwen3 form, with the drafter's ke
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -14,16 +14,17 @@ from transformers.activations import ACT2FN
 
 from dspark.config import Count, Positive, Weight
 from dspark.errors import InputError
-from dspark.model.config import DraftConfig
+from dspark.model.config import DraftConfig, DSparkConfig
 from dspark.model.layers import RotaryTable
 
+Layout = TypeVar("Layout", bound="TextLayout")
 
-class _Layout(BaseModel):
-    """The keys of config.json that decide what a drafter computes; any others are kept in `model_extra`."""
+
+class TextLayout(BaseModel):
+    """The keys of config.json that decide what any drafter computes; others are kept in `model_extra`."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="allow")
 
-    architectures: tuple[Literal["Qwen3DSparkModel"]]
     model_type: Literal["qwen3"]
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     vocab_size: Positive
@@ -44,8 +45,40 @@ class _Layout(BaseModel):
     tie_word_embeddings: Literal[False]
     num_hidden_layers: Positive
     layer_types: tuple[Literal["full_attention"], ...]
-    num_target_layers: Positive
     target_layer_ids: Annotated[tuple[Annotated[int, Field(ge=-1)], ...], Field(min_length=1)]
+
+    @property
+    def target_layers(self) -> int:
+        """Layers of the target; a layout that says otherwise where they stand overrides this."""
+        return self.num_hidden_layers
+
+    def rules(self) -> list[tuple[str, bool, str]]:
+        """(key, whether it holds, what is wrong) of each rule between keys."""
+        last = self.target_layers - 1
+        taps, kinds = list(self.target_layer_ids), len(self.layer_types)
+        queries, keys = self.num_attention_heads, self.num_key_value_heads
+        return [
+            ("layer_types", kinds == self.num_hidden_layers, f"{kinds} types for {self.num_hidden_layers} layers"),
+            ("target_layer_ids", max(taps) < last, f"{taps} must lie in -1..{last - 1}"),
+            (
+                "draft_vocab_size",
+                (self.draft_vocab_size or 1) <= self.vocab_size,
+                f"must be at most vocab_size={self.vocab_size}",
+            ),
+            ("num_attention_heads", queries % keys == 0, f"{queries} is no multiple of num_key_value_heads={keys}"),
+            ("hidden_act", self.hidden_act in ACT2FN, f"{self.hidden_act!r} is not known"),
+        ]
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if faults := [f"{key}: {fault}" for key, holds, fault in self.rules() if not holds]:
+            raise ValueError("; ".join(faults))
+        return self
+
+
+class _DSparkLayout(TextLayout):
+    architectures: tuple[Literal["Qwen3DSparkModel"]]
+    num_target_layers: Positive
     block_size: Positive
     num_anchors: Positive
     mask_token_id: Count
@@ -55,40 +88,48 @@ class _Layout(BaseModel):
     enable_confidence_head: bool
     confidence_head_with_markov: bool | None = None
 
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        last = self.num_target_layers - 1
-        taps, kinds = list(self.target_layer_ids), len(self.layer_types)
-        queries, keys = self.num_attention_heads, self.num_key_value_heads
+    @property
+    def target_layers(self) -> int:
+        return self.num_target_layers
+
+    def rules(self) -> list[tuple[str, bool, str]]:
         without_type = self.markov_rank > 0 and self.markov_head_type is None
         without_input = self.enable_confidence_head and self.confidence_head_with_markov is None
-        rules = [
-            ("layer_types", kinds == self.num_hidden_layers, f"{kinds} types for {self.num_hidden_layers} layers"),
-            ("target_layer_ids", max(taps) < last, f"{taps} must lie in -1..{last - 1}"),
+        return [
+            *super().rules(),
             ("mask_token_id", self.mask_token_id < self.vocab_size, f"must be below vocab_size={self.vocab_size}"),
-            (
-                "draft_vocab_size",
-                (self.draft_vocab_size or 1) <= self.vocab_size,
-                f"must be at most vocab_size={self.vocab_size}",
-            ),
-            ("num_attention_heads", queries % keys == 0, f"{queries} is no multiple of num_key_value_heads={keys}"),
-            ("hidden_act", self.hidden_act in ACT2FN, f"{self.hidden_act!r} is not known"),
             ("markov_head_type", not without_type, "missing, and markov_rank is not 0"),
             ("confidence_head_with_markov", not without_input, "missing, and enable_confidence_head is true"),
         ]
-        if faults := [f"{key}: {fault}" for key, holds, fault in rules if not holds]:
-            raise ValueError("; ".join(faults))
-        return self
 
 
-def config_from_json(values: Mapping[str, Any]) -> DraftConfig:
-    """The drafter that a config.json describes.
+def config_from_json(values: Mapping[str, Any]) -> DSparkConfig:
+    """The DSpark drafter that a config.json describes.
 
     Raises:
         InputError: names every key that is missing or holds what this project's drafter does not compute.
     """
-    layout = _read_layout(values)
-    config = DraftConfig(
+    layout = read_layout(_DSparkLayout, values)
+    config = DSparkConfig(
+        **sizes_of(layout),
+        layers=layout.num_hidden_layers,
+        block=layout.block_size,
+        mask_token_id=layout.mask_token_id,
+        markov_rank=layout.markov_rank,
+        markov_head=layout.markov_head_type or "vanilla",
+        confidence=layout.enable_confidence_head,
+        # Without a Markov head there is no embedding that the confidence head could read.
+        confidence_with_markov=bool(
+            layout.enable_confidence_head and layout.confidence_head_with_markov and layout.markov_rank
+        ),
+    )
+    check_rope(config)
+    return config
+
+
+def sizes_of(layout: TextLayout) -> dict[str, Any]:
+    """What drafters of every kind have, but for their layers and their block."""
+    return dict(
         hidden=layout.hidden_size,
         intermediate=layout.intermediate_size,
         heads=layout.num_attention_heads,
@@ -99,63 +140,28 @@ def config_from_json(values: Mapping[str, Any]) -> DraftConfig:
         norm_eps=layout.rms_norm_eps,
         max_positions=layout.max_position_embeddings,
         rope=_rope(layout),
-        target_layers=layout.num_target_layers,
-        layers=layout.num_hidden_layers,
-        block=layout.block_size,
+        target_layers=layout.target_layers,
         taps=layout.target_layer_ids,
-        mask_token_id=layout.mask_token_id,
-        markov_rank=layout.markov_rank,
-        markov_head=layout.markov_head_type or "vanilla",
-        confidence=layout.enable_confidence_head,
-        # Without a Markov head there is no embedding that the confidence head could read.
-        confidence_with_markov=bool(
-            layout.enable_confidence_head and layout.confidence_head_with_markov and layout.markov_rank
-        ),
         activation=layout.hidden_act,
         init_std=layout.initializer_range,
     )
+
+
+def check_rope(config: DraftConfig) -> None:
+    """Raises InputError for rotary parameters that lack a key or hold a wrong value."""
     try:
         RotaryTable(config)
     except (KeyError, TypeError) as error:
         raise InputError(f"rope_parameters: {config.rope} lacks a key or has a wrong value: {error}") from error
-    return config
 
 
 def config_to_json(
-    config: DraftConfig, target_config: PreTrainedConfig, anchors: int, dtype: torch.dtype
+    config: DSparkConfig, target_config: PreTrainedConfig, anchors: int, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """config.json of a drafter: the target's text configuration in Qwen3 form, and the drafter's keys."""
-    base = Qwen3Config(
-        vocab_size=config.vocab,
-        hidden_size=config.hidden,
-        intermediate_size=config.intermediate,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        hidden_act=config.activation,
-        max_position_embeddings=config.max_positions,
-        initializer_range=config.init_std,
-        rms_norm_eps=config.norm_eps,
-        rope_parameters=dict(config.rope),
-        layer_types=["full_attention"] * config.layers,
-        tie_word_embeddings=False,
-        attention_bias=False,
-        bos_token_id=target_config.bos_token_id,
-        eos_token_id=target_config.eos_token_id,
-        pad_token_id=target_config.pad_token_id,
-    )
-    scaling = {key: value for key, value in config.rope.items() if key != "rope_theta"}
-    return base.to_diff_dict() | {
+    """config.json of a DSpark drafter: the target's text configuration in Qwen3 form, and the drafter's keys."""
+    return text_json(config, target_config, config.layers, dtype) | {
         "architectures": ["Qwen3DSparkModel"],
-        "dtype": dtype_name(dtype),
-        # Engines read the one schema of rotary parameters or the other.
-        "rope_parameters": dict(config.rope),
-        "rope_theta": config.rope["rope_theta"],
-        "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
-        **({"draft_vocab_size": config.draft_vocab} if config.draft_vocab < config.vocab else {}),
         "num_target_layers": config.target_layers,
-        "target_layer_ids": list(config.taps),
         "block_size": config.block,
         "num_anchors": anchors,
         "mask_token_id": config.mask_token_id,
@@ -166,22 +172,61 @@ def config_to_json(
     }
 
 
-def extra_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config.json holds beyond the layout, such as `dspark`."""
-    known = _Layout.model_fields.keys() | Qwen3Config().to_dict().keys()
+def text_json(config: DraftConfig, target_config: PreTrainedConfig, layers: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The keys of config.json that drafters of every kind have; `layers` is what `num_hidden_layers` says."""
+    base = Qwen3Config(
+        vocab_size=config.vocab,
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        hidden_act=config.activation,
+        max_position_embeddings=config.max_positions,
+        initializer_range=config.init_std,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters=dict(config.rope),
+        layer_types=["full_attention"] * layers,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        bos_token_id=target_config.bos_token_id,
+        eos_token_id=target_config.eos_token_id,
+        pad_token_id=target_config.pad_token_id,
+    )
+    scaling = {key: value for key, value in config.rope.items() if key != "rope_theta"}
+    return base.to_diff_dict() | {
+        "dtype": dtype_name(dtype),
+        # Engines read the one schema of rotary parameters or the other.
+        "rope_parameters": dict(config.rope),
+        "rope_theta": config.rope["rope_theta"],
+        "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
+        **({"draft_vocab_size": config.draft_vocab} if config.draft_vocab < config.vocab else {}),
+        "target_layer_ids": list(config.taps),
+    }
+
+
+def extra_keys(values: Mapping[str, Any], layout: type[TextLayout] = _DSparkLayout) -> dict[str, Any]:
+    """What a config.json holds beyond a layout, such as `dspark`."""
+    known = layout.model_fields.keys() | Qwen3Config().to_dict().keys()
     return {key: value for key, value in values.items() if key not in known}
 
 
-def _read_layout(values: Mapping[str, Any]) -> _Layout:
+def read_layout(kind: type[Layout], values: Mapping[str, Any]) -> Layout:
+    """The keys of a config.json, checked.
+
+    Raises:
+        InputError: names every key that is missing or wrong.
+    """
     try:
         # JSON is the strict mode that takes a list for a tuple.
-        return _Layout.model_validate_json(json.dumps(dict(values)))
+        return kind.model_validate_json(json.dumps(dict(values)))
     except ValidationError as error:
         faults = [(".".join(map(str, fault["loc"])), fault["msg"]) for fault in error.errors(include_url=False)]
         raise InputError("; ".join(f"{key}: {text}" if key else text for key, text in faults)) from None
 
 
-def _rope(layout: _Layout) -> dict[str, Any]:
+def _rope(layout: TextLayout) -> dict[str, Any]:
     """Rotary parameters from whichever schema the file has. The base never falls back to a default."""
     rope = dict(layout.rope_parameters or layout.rope_scaling or {})
     rope.setdefault("rope_type", rope.pop("type", "default"))

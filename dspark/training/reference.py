@@ -174,6 +174,7 @@ def _read(folder: Path) -> _Case:
         parts.setdefault(part, {})[rest] = tensor
     config = config_from_json(read_json(folder / CONFIG))
     drafter, vocabulary = assemble(parts["weights"], config)
+    assert isinstance(drafter, Drafter)
     inputs = parts["inputs"]
     batch = Batch(
         inputs["input_ids"].long(),

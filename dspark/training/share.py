@@ -17,9 +17,9 @@ from dspark.data.plan import Plan
 from dspark.model.config import DraftConfig
 from dspark.target import DTYPES
 from dspark.training.batch import Batch, collate, loss_masks
-from dspark.training.blocks import Blocks, draw_anchors, make_blocks
+from dspark.training.blocks import Blocks
+from dspark.training.kinds import anchors_of, blocks_of, weight_of
 from dspark.training.means import Mean, Means
-from dspark.training.objective import step_weight
 
 
 @dataclass(frozen=True)
@@ -48,21 +48,23 @@ def make_share(
         batch = collate(table.slice(at, len(rows)), draft.taps, draft.hidden, device, DTYPES[train.precision])
         batch, finite = without_non_finite(batch)
         bad += finite.count(False)
-        anchors = []
+        anchors, lengths = [], []
         for row, good in zip(rows, finite, strict=True):
-            drawn = np.empty(0, np.int64)
+            drawn, length = np.empty(0, np.int64), 0
             if good and plan.counted[positions[row]]:
-                drawn = draw_anchors(masks[row], train.anchors, settings.seed, plan.epochs[positions[row]], ids[row])
+                drawn = anchors_of(masks[row], settings, plan.epochs[positions[row]], ids[row])
+                length = len(masks[row])
                 available += int(np.count_nonzero(masks[row][:-1] & masks[row][1:]))
             used += len(drawn)
             anchors.append(drawn)
+            lengths.append(length)
         batches.append(batch)
-        blocks.append(make_blocks(batch.input_ids_BS, batch.loss_mask_BS, anchors, draft.block, settings.loss.gamma))
+        blocks.append(blocks_of(batch, anchors, lengths, settings))
     counted = sum(plan.counted[position] for position in positions)
     return Share(
         batches=batches,
         blocks=blocks,
-        weights=torch.stack([step_weight(part) for part in blocks]),
+        weights=torch.stack([weight_of(part) for part in blocks]),
         tokens=sum(len(mask) for mask in masks),
         counts={
             "anchors_available": _count(available, counted, device),

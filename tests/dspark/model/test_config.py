@@ -7,7 +7,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from dspark.config import DrafterSettings
 from dspark.errors import InputError
-from dspark.model.config import DraftConfig, check_mask_token, draft_config
+from dspark.model.config import DSparkConfig, check_mask_token, draft_config
 
 
 def target(**changes: Any) -> Qwen3Config:
@@ -26,7 +26,7 @@ def settings(**changes: Any) -> DrafterSettings:
 
 def test_sizes_come_from_the_target_and_choices_from_the_settings() -> None:
     found = draft_config(target(), settings(markov_rank=8, markov_head="rnn", confidence_with_markov=False))
-    assert found == DraftConfig(
+    assert found == DSparkConfig(
         hidden=32,
         intermediate=48,
         heads=4,

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from dspark.errors import InputError
-from dspark.model.config import DraftConfig
+from dspark.model.config import DSparkConfig
 from dspark.model.layout import config_to_json
 from dspark.training.reference import Difference, compare_case
 from tests.dspark.plain import PlainBlock, plain_blocks, plain_losses, weights_of
@@ -27,7 +27,7 @@ ANCHORS = [[1, 2, 3, 7], [0, 4], []]
 
 def write_case(
     folder: Path,
-    config: DraftConfig,
+    config: DSparkConfig,
     alphas: Sequence[float] = (0.1, 0.9, 1.0),
     gamma: str = "4.0",
     anchors: Sequence[Sequence[int]] = ANCHORS,
@@ -64,7 +64,7 @@ def write_case(
     return folder
 
 
-def _outputs(blocks: Sequence[PlainBlock], keep: Tensor, config: DraftConfig) -> dict[str, Tensor]:
+def _outputs(blocks: Sequence[PlainBlock], keep: Tensor, config: DSparkConfig) -> dict[str, Tensor]:
     shape = (*keep.shape, config.block)
     found = {
         "eval_mask": torch.zeros(shape).byte(),
