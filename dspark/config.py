@@ -104,7 +104,7 @@ class DrafterSettings(Section):
     def _heads_fit(self) -> Self:
         if not self.taps or len(set(self.taps)) != len(self.taps) or list(self.taps) != sorted(self.taps):
             raise ValueError(f"taps {list(self.taps)} must be distinct, ascending and at least one")
-        if self.confidence and self.confidence_with_markov and self.markov_rank == 0:
+        if self.kind == "dspark" and self.confidence and self.confidence_with_markov and self.markov_rank == 0:
             raise ValueError(
                 "confidence_with_markov=true needs markov_rank > 0: raise the rank or set confidence_with_markov=false"
             )

@@ -144,12 +144,12 @@ def trained_drafter() -> Drafter:
 
 @cache
 def trained_eagle3() -> Eagle3Drafter:
-    """Trained on the same texts for 40 steps."""
+    """Trained on the same texts for 90 steps."""
     target, settings = tiny_target(), Eagle3Settings(ttt_length=BLOCK)
     drafter, texts = random_eagle3(target).train(), greedy_texts()
     objective = Eagle3Objective(drafter)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
-    for step in range(40):
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-2)
+    for step in range(90):
         batch = texts[step % len(texts)]
         mask = batch.loss_mask_BS[0].numpy().astype(np.uint8)
         chains = make_chains(batch, [chain_anchors(mask, settings)], [len(mask)], settings)
