@@ -48,8 +48,8 @@ DEFINITIONS: dict[str, str] = {
     ),
     "time_share": "The same parts as shares of the speculative decoding time.",
     "training.loss": (
-        "What training minimises. DSpark: the weighted sum of the three terms, per supervised slot. EAGLE-3: the sum of "
-        "the steps' mean cross-entropies against the target's distribution, each weighted by its decay, per sequence."
+        "What training minimises. DSpark: the weighted sum of the three terms, per supervised slot. EAGLE-3: the sum "
+        "over the steps of the mean cross-entropy against the target's distribution times its decay, per sequence."
     ),
     "training.loss_ce": "Cross-entropy of the draft distribution against the token that follows.",
     "training.loss_l1": "L1 distance between the draft's and the target's distribution, 0 to 2.",
