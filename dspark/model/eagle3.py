@@ -13,19 +13,15 @@ from torch import Tensor, nn
 
 from dspark.model.backbone import Backbone
 from dspark.model.config import Eagle3Config
-from dspark.model.layers import DraftAttention, GatedMlp, KeyValues, RMSNorm
+from dspark.model.layers import DraftLayer, KeyValues, RMSNorm
 
 
-class Eagle3Layer(nn.Module):
-    """A decoder layer whose attention reads feature and token side by side, 2H wide, beside a residual of H."""
+class Eagle3Layer(DraftLayer):
+    """A draft layer whose attention reads token and feature side by side, 2H wide, beside a residual of H."""
 
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
+        super().__init__(config, 2 * config.hidden)
         self.hidden_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.input_layernorm = RMSNorm(config.hidden, config.norm_eps)
-        self.self_attn = DraftAttention(config, 2 * config.hidden)
-        self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_eps)
-        self.mlp = GatedMlp(config)
 
 
 class Eagle3Drafter(Backbone):
@@ -65,9 +61,7 @@ class Eagle3Drafter(Backbone):
         """States [B, Q, H] before `norm`: the features of the next drafts. `seen` holds the rows' own keys too."""
         layer = self.layer
         mixed = layer.self_attn.attend(joined_BQ2H, self.rotary.at(positions_BQ), seen, visible_B1QM)
-        x = feature_BQH + mixed
-        state_BQH: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
-        return state_BQH
+        return layer.after_attention(feature_BQH, mixed)
 
 
 def new_eagle3_drafter(config: Eagle3Config, seed: int, kept: Tensor | None = None) -> Eagle3Drafter:

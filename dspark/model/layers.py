@@ -142,13 +142,17 @@ class GatedMlp(nn.Module):
 class DraftLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)) (design section 4)."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DraftConfig, width: int | None = None) -> None:
         super().__init__()
-        self.self_attn = DraftAttention(config)
+        self.self_attn = DraftAttention(config, width)
         self.mlp = GatedMlp(config)
         self.input_layernorm = RMSNorm(config.hidden, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_eps)
 
     def forward(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues, visible_B1QM: Tensor) -> Tensor:
-        x = x_BQH + self.self_attn(self.input_layernorm(x_BQH), rotary, context, visible_B1QM)
+        return self.after_attention(x_BQH, self.self_attn(self.input_layernorm(x_BQH), rotary, context, visible_B1QM))
+
+    def after_attention(self, x_BQH: Tensor, mixed_BQH: Tensor) -> Tensor:
+        """What the layer gives from its residual and what attention has read."""
+        x = x_BQH + mixed_BQH
         return x + self.mlp(self.post_attention_layernorm(x))
