@@ -76,7 +76,7 @@ def drafter_config(target: PreTrainedConfig, settings: Settings) -> DSparkConfig
         advice = "drafter.family=qwen3" if QWEN3_FORM in family_of(target).forms else "drafter.kind=dspark"
         raise InputError(
             f"drafter.kind=eagle3 builds its layer in the form qwen3 alone, and this drafter would have the form "
-            f"{sizes['form'].name}: set {advice}"
+            f"{sizes['form']}: set {advice}"
         )
     return Eagle3Config(
         **sizes,

@@ -1,6 +1,6 @@
 """A drafter that starts as another one, read from a checkpoint of any layout (`drafter.start_from`).
 
-Both must be of one kind and compute the same with what they share: decoder sizes, taps, target layers, rotary
+Both must be of one kind and compute the same with what they share: decoder sizes, form, taps, target layers, rotary
 parameters, mask token. The block may have another size, since no tensor depends on it, nor on the chained steps of an
 EAGLE-3 drafter; and the checkpoint may be a DFlash one, whose slots predict the token of their own place. A head that
 only the new drafter has starts as in `new_drafter`.
@@ -20,6 +20,7 @@ from dspark.model.kinds import AnyConfig, AnyDrafter
 _EQUAL = {
     "layers": "drafter.layers",
     "taps": "drafter.taps",
+    "form": "drafter.family",
     "target_layers": "the target's layers",
     "hidden": "the target's width",
     "intermediate": "the target's MLP width",

@@ -11,6 +11,7 @@ from dspark.errors import InputError
 from dspark.model.config import DSparkConfig
 from dspark.model.drafter import Drafter, new_drafter
 from dspark.model.eagle3 import new_eagle3_drafter
+from dspark.model.families import LLAMA_FORM
 from dspark.model.inherit import start_from_checkpoint
 from tests.dspark.folders import convert, edited, save, save_eagle3, tensors_of
 from tests.dspark.small import SMALL_EAGLE3, small_config
@@ -72,6 +73,7 @@ def test_the_block_and_the_type_of_the_weights_may_differ(tmp_path: Path) -> Non
     ("changes", "named"),
     [
         ({"taps": (0, 3)}, r"drafter\.taps is \(0, 3\), the checkpoint has \(0, 2\)"),
+        ({"form": LLAMA_FORM}, r"drafter\.family is llama, the checkpoint has qwen3"),
         ({"layers": 3}, r"drafter\.layers is 3, the checkpoint has 2"),
         ({"mask_token_id": 28}, r"drafter\.mask_token_id is 28, the checkpoint has 29"),
         ({"hidden": 32}, "the target's width is 32"),

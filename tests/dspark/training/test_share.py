@@ -1,9 +1,9 @@
 """A rank's share of a step by hand: what its rows add to anchors, tokens and counts, and which rows add nothing."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
-import torch
 
 from dspark.config import DataSettings, DrafterSettings, Eagle3Settings, Settings, TargetSettings, TrainSettings
 from dspark.training.chains import Chains
@@ -74,13 +74,16 @@ def test_a_row_that_is_not_finite_is_counted_and_trains_nothing() -> None:
     }
 
 
-def test_chains_of_a_share_weigh_each_sequence_that_takes_part_as_one() -> None:
+@pytest.mark.parametrize(("normaliser", "weights"), [("sequences", [1, 1]), ("published", [6, 4])])
+def test_chains_of_a_share_weigh_by_the_sequences_or_the_tokens_that_take_part(
+    normaliser: Literal["sequences", "published"], weights: list[float]
+) -> None:
     settings = Settings(
         name="small",
         target=TargetSettings(model="none", dtype="fp32"),
         data=DataSettings(conversations=Path("none"), held_out=Path("none"), max_length=16),
         drafter=DrafterSettings(kind="eagle3", block=SMALL_EAGLE3.block, taps=SMALL_EAGLE3.taps),
-        eagle3=Eagle3Settings(ttt_length=2, step_loss_decay=0.5),
+        eagle3=Eagle3Settings(ttt_length=2, step_loss_decay=0.5, normaliser=normaliser),
         train=TrainSettings(precision="fp32", global_batch=4, micro_batch=2),
     )
     table = captured(SMALL_EAGLE3, [*MASKS, [1] * 9], broken=[1])
@@ -88,7 +91,7 @@ def test_chains_of_a_share_weigh_each_sequence_that_takes_part_as_one() -> None:
     assert all(isinstance(blocks, Chains) for blocks in share.blocks)
     # Row 1 is not finite, row 3 fills the step. Anchors 1 to 4 of row 0; of row 2 anchor 1, position 0 has no row.
     assert [blocks.keep_BA.sum(1).tolist() for blocks in share.blocks] == [[4, 0], [1, 0]]
-    assert torch.equal(share.weights, torch.tensor([1.0, 1.0]))
+    assert share.weights.tolist() == weights
     assert share.tokens == 6 + 2 + 4
     assert counts_of(share.counts) == {
         "anchors_available": (6, 3),
