@@ -12,7 +12,7 @@ from dspark.config import Settings, dotted
 from dspark.data.captures import Origin
 from dspark.data.plan import Plan
 from dspark.data.rows import samples_fingerprint
-from dspark.model.config import DraftConfig
+from dspark.model.kinds import AnyConfig
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class TrainTask:
     """Settings, architecture, plan and data identity of one run."""
 
     settings: Settings
-    draft: DraftConfig
+    draft: AnyConfig
     plan: Plan
     sample_ids: tuple[str, ...]
     origin: Origin
@@ -39,17 +39,18 @@ class TrainTask:
     def identity(self) -> dict[str, Any]:
         """What a run must have in common with the checkpoint that it continues, by dotted key."""
         settings = self.settings
-        sections = {
+        used = settings.model_dump(mode="json")
+        # Of the checkpoint that it started from the content matters, not the place.
+        used["drafter"]["start_from"] = self.started_from
+        sections: dict[str, Any] = {
             "seed": settings.seed,
             "plan": self.plan.identity,
             "data": samples_fingerprint(self.sample_ids),
             "kept": None if self.kept is None else hashlib.sha256(self.kept.tobytes()).hexdigest()[:32],
             "target": {"fingerprint": self.origin.fingerprint, "dtype": self.origin.dtype},
             "targets": settings.targets.model_dump(mode="json", include={"batch_tokens", "window_rows"}),
-            # Of the checkpoint that it started from the content matters, not the place.
-            "drafter": settings.drafter.model_dump(mode="json") | {"start_from": self.started_from},
-            "loss": settings.loss.model_dump(mode="json"),
             "train": settings.train.model_dump(mode="json", include=_TRAIN_KEYS),
+            **{name: used[name] for name in ("drafter", "loss", "eagle3") if name in used},
         }
         return dotted(sections)
 

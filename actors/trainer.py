@@ -26,13 +26,14 @@ from dspark.config import Settings
 from dspark.data.captures import origin_of
 from dspark.data.plan import windows
 from dspark.errors import InputError
-from dspark.model.drafter import Drafter, new_drafter
+from dspark.model.drafter import Drafter
 from dspark.model.inherit import start_from_checkpoint
+from dspark.model.kinds import AnyDrafter, fresh_drafter
 from dspark.model.vocabulary import Vocabulary
 from dspark.model.warm_start import start_from_bigrams, start_from_target
 from dspark.target import DTYPES, default_device, load_vocabulary
+from dspark.training.kinds import objective_of
 from dspark.training.means import Means, add_means, stack_means, values_of
-from dspark.training.objective import DraftObjective
 from dspark.training.share import Share, make_share
 
 
@@ -78,11 +79,11 @@ def train(task: TrainTask) -> None:
     torch.set_num_threads(settings.threads)
     device = default_device()
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
-    drafter = _fresh_drafter(task)
+    drafter = _initial_drafter(task)
     vocabulary = load_vocabulary(task.settings.target, device, DTYPES[settings.precision]).narrowed(drafter.kept)
-    if task.start is not None:
+    if isinstance(drafter, Drafter) and task.start is not None:
         start_from_bigrams(drafter, ray.get(task.start), vocabulary)
-    engine = make_engine(DraftObjective(drafter, task.settings.loss), settings, task.plan.steps)
+    engine = make_engine(objective_of(drafter, task.settings), settings, task.plan.steps)
     start = restore(engine, task)
 
     clock, means = Clock(), list[Means]()
@@ -101,10 +102,10 @@ def train(task: TrainTask) -> None:
             save(engine, task, done)
 
 
-def _fresh_drafter(task: TrainTask) -> Drafter:
+def _initial_drafter(task: TrainTask) -> AnyDrafter:
     kept = None if task.kept is None else torch.from_numpy(task.kept)
-    drafter = new_drafter(task.draft, task.settings.seed, kept)
-    if task.settings.drafter.init == "target":
+    drafter = fresh_drafter(task.draft, task.settings.seed, kept)
+    if isinstance(drafter, Drafter) and task.settings.drafter.init == "target":
         start_from_target(drafter, task.settings.target)
     start = task.settings.drafter.start_from
     # The tensors of a run that goes on come from its own checkpoint.

@@ -10,7 +10,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from dspark.config import LossSettings, TrainSettings
-from dspark.training.objective import DraftObjective
+from dspark.training.kinds import AnyObjective
 
 
 def engine_settings(train: TrainSettings) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def learning_rate(steps: int, warmup: float) -> Callable[[int], float]:
     return factor
 
 
-def make_engine(objective: DraftObjective, train: TrainSettings, steps: int) -> DeepSpeedEngine:
+def make_engine(objective: AnyObjective, train: TrainSettings, steps: int) -> DeepSpeedEngine:
     """The engine of this rank: AdamW with warm-up and cosine, ZeRO stage and precision from the settings."""
     optimizer = torch.optim.AdamW(
         objective.parameters(), lr=train.lr, betas=train.betas, weight_decay=train.weight_decay, fused=True

@@ -8,7 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from dspark.kind_keys import named_unused, without_unused
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -58,14 +70,19 @@ class DataSettings(Section):
 
 
 class DrafterSettings(Section):
-    """Architecture of the drafter (design section 4)."""
+    """Architecture of the drafter (design sections 4 and 5). `dspark.kind_keys` says which keys a kind lacks."""
 
+    kind: Literal["dspark", "eagle3"] = Field(
+        "dspark", description="a block in one pass over mask tokens, or token by token from one layer"
+    )
     layers: Positive = Field(5, description="draft layers D")
-    block: Positive = Field(7, description="tokens proposed at once, K")
+    block: Positive = Field(7, description="tokens proposed in a round, K")
     taps: tuple[Annotated[int, Field(ge=-1)], ...] = Field(
         description="target layers whose outputs feed the drafter; -1 is the embedding output"
     )
-    mask_token_id: Count = Field(description="token in the slots behind the anchor; never derived, always given")
+    mask_token_id: Count | None = Field(
+        None, description="token in the slots behind the anchor; never derived, always given for kind dspark"
+    )
     markov_rank: Count = Field(256, description="rank r of the Markov head; 0: none (DFlash)")
     markov_head: Literal["vanilla", "gated", "rnn"] = "vanilla"
     family: Literal["qwen3", "llama", "gemma4"] | None = Field(
@@ -86,11 +103,18 @@ class DrafterSettings(Section):
     confidence: bool = Field(True, description="whether a confidence head is trained")
     confidence_with_markov: bool = Field(True, description="the confidence head also reads the Markov embedding")
 
+    @field_validator("mask_token_id")
+    @classmethod
+    def _mask_token_given(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is None and info.data.get("kind") == "dspark":
+            raise PydanticCustomError("missing", "kind dspark needs a mask token")
+        return value
+
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
         if not self.taps or len(set(self.taps)) != len(self.taps) or list(self.taps) != sorted(self.taps):
             raise ValueError(f"taps {list(self.taps)} must be distinct, ascending and at least one")
-        if self.confidence and self.confidence_with_markov and self.markov_rank == 0:
+        if self.kind == "dspark" and self.confidence and self.confidence_with_markov and self.markov_rank == 0:
             raise ValueError(
                 "confidence_with_markov=true needs markov_rank > 0: raise the rank or set confidence_with_markov=false"
             )
@@ -115,6 +139,19 @@ class LossSettings(Section):
         if self.ce + self.l1 == 0:
             raise ValueError("loss.ce and loss.l1 are both 0: nothing would train the drafter's tokens")
         return self
+
+
+class Eagle3Settings(Section):
+    """Training of an EAGLE-3 drafter: chained steps on its own outputs (design section 5)."""
+
+    ttt_length: Positive = Field(7, description="chained steps of training")
+    step_loss_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.8, description="step j weighs this to the power j")
+    mask_alignment: Literal["aligned", "published"] = Field(
+        "aligned", description="the loss covers what decoding asks for, or the mask stays unshifted as published"
+    )
+    normaliser: Literal["sequences", "published"] = Field(
+        "sequences", description="every sequence weighs the same, or the sum is divided by all tokens as published"
+    )
 
 
 class TrainSettings(Section):
@@ -217,10 +254,22 @@ class Settings(Section):
     data: DataSettings
     drafter: DrafterSettings
     loss: LossSettings = LossSettings()
+    eagle3: Eagle3Settings = Eagle3Settings()
     train: TrainSettings = TrainSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     tracking: TrackingSettings = TrackingSettings()
     ray: RaySettings = RaySettings()
+
+    @model_validator(mode="after")
+    def _kind_has_all(self) -> Self:
+        kind = self.drafter.kind
+        if named := named_unused(self, kind):
+            raise ValueError(f"drafter.kind={kind} has no {', '.join(named)}: leave them out or choose another kind")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _used(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_unused(dump(self), self.drafter.kind)
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

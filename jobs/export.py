@@ -136,8 +136,7 @@ def _print_plan(console: Console, found: Checkpoint, checkpoint: Path, out: Path
     lines = {
         "from": f"{checkpoint}, layout {found.layout.name}",
         "to": f"{out}, layout {to}: {CONFIG}, {WEIGHTS}, {CARD}",
-        "drafter": f"{draft.layers} layers, block {draft.block}, taps {list(draft.taps)}, rank {draft.markov_rank}, "
-        f"{sum(tensor.nbytes for tensor in tensors) / 1e6:,.1f} MB in {dtype_name(found.dtype)}",
+        "drafter": f"{draft}, {sum(tensor.nbytes for tensor in tensors) / 1e6:,.1f} MB in {dtype_name(found.dtype)}",
         "hub": hub or "not uploaded",
     }
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))

@@ -161,7 +161,7 @@ def _export(experiment: Experiment, rows: Rows) -> None:
             rows.draft,
             load_vocabulary(settings.target, torch.device("cpu"), dtype),
             load_whole_config(settings.target),
-            settings.train.anchors,
+            settings.train.anchors if settings.drafter.kind == "dspark" else None,
             dtype,
             drafter_facts(settings, rows),
         )
@@ -182,6 +182,6 @@ def drafter_facts(settings: Settings, rows: Rows) -> dict[str, Any]:
         "rows": rows.table.num_rows,
         "plan": rows.plan.identity,
         "steps": rows.plan.steps,
-        "loss": settings.loss.model_dump(mode="json"),
+        "loss": (settings.loss if settings.drafter.kind == "dspark" else settings.eagle3).model_dump(mode="json"),
         "seed": settings.seed,
     }

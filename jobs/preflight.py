@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from dspark.config import Settings
 from dspark.errors import InputError
-from dspark.model.drafter import Drafter
+from dspark.model.kinds import drafter_of
 from dspark.target import resolve
 from jobs.rows import Rows
 
@@ -46,15 +46,18 @@ def needs_of(settings: Settings, rows: Rows) -> Needs:
     train, draft = settings.train, rows.draft
     target = _stored_weights(resolve(settings.target))
     with torch.device("meta"):
-        drafter = sum(parameter.numel() for parameter in Drafter(draft).parameters())
+        drafter = sum(parameter.numel() for parameter in drafter_of(draft).parameters())
     vocabulary = 2 * draft.vocab * draft.hidden
     forward = _BYTES[train.precision]
     # Adam holds two moments beside the fp32 master weights and gradients; ZeRO deals parts of them to the ranks.
     shared = {0: 0, 1: 12, 2: 16, 3: 16}[train.zero_stage]
     rank = drafter * (forward + 16 - shared) + drafter * shared // train.workers + vocabulary * forward
-    # Logits, probabilities and their gradients: of the drafter's slots, and of the target's distinct positions.
-    slots = train.micro_batch * train.anchors * draft.block
-    positions = min(slots, train.micro_batch * settings.data.max_length)
+    # Logits, probabilities and their gradients: of the drafter's slots, and of the target's distinct positions. EAGLE-3
+    # holds those of one step at a time, and has a chain at every supervised token.
+    positions = slots = train.micro_batch * settings.data.max_length
+    if settings.drafter.kind == "dspark":
+        slots = train.micro_batch * train.anchors * draft.block
+        positions = min(slots, positions)
     objective = 4 * (6 * slots * draft.draft_vocab + 2 * positions * draft.vocab)
     actors = settings.targets.max_actors or settings.targets.actors
     capture = 4 * settings.targets.batch_tokens * draft.hidden * (len(draft.taps) + 8)
@@ -98,11 +101,12 @@ def check_machine(settings: Settings, rows: Rows) -> None:
             "choose another output, or lower train.keep_checkpoints"
         )
     available = memory_available()
+    learnt = "train.anchors" if settings.drafter.kind == "dspark" else "data.max_length"
     if settings.ray.address == "local" and available < needs.memory:
         raise InputError(
             f"{available / _GB:.1f} GB of memory are available, the run needs about {needs.memory / _GB:.1f} GB "
             f"(targets {needs.target_memory / _GB:.1f}, trainers {needs.trainer_memory / _GB:.1f}, evaluators "
-            f"{needs.evaluator_memory / _GB:.1f}, object store {needs.object_store / _GB:.1f}): lower train.anchors, "
+            f"{needs.evaluator_memory / _GB:.1f}, object store {needs.object_store / _GB:.1f}): lower {learnt}, "
             "targets.actors, train.workers, evaluate.actors or ray.object_store_mb"
         )
 
@@ -133,7 +137,7 @@ def print_plan(console: Console, settings: Settings, rows: Rows) -> None:
     lines = {
         "target": f"{settings.target.model}, {needs.target_weights / 1e6:,.0f} M weights, {settings.target.dtype}",
         "rows": f"{rows.table.num_rows:,} with {rows.tokens:,} tokens; {len(rows.dropped)} dropped{_reasons(rows)}",
-        "drafter": f"{needs.drafter_weights / 1e6:,.1f} M weights, {draft.layers} layers, block {draft.block}",
+        "drafter": f"{needs.drafter_weights / 1e6:,.1f} M weights, {draft}",
         "steps": f"{plan.steps:,} of {train.global_batch} rows: {ranks}, ZeRO {train.zero_stage}, {train.precision}",
         "stream": f"{per_token:,} bytes per token, {per_token * rows.tokens / _GB:.2f} GB per epoch, nothing on disk",
         "memory": f"about {needs.memory / _GB:.1f} GB at most ({memory_available() / _GB:.1f} GB available)",

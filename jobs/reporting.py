@@ -66,13 +66,12 @@ def target_facts(settings: Settings) -> dict[str, str]:
 
 def run_facts(settings: Settings, rows: Rows) -> dict[str, str]:
     """Identity of target and data, and what was trained on them."""
-    draft = rows.draft
     return {
         **target_facts(settings),
         "data": f"{rows.table.num_rows} rows, {rows.tokens} tokens",
         "data fingerprint": rows.fingerprint,
         "render hash": rows.origin.render,
-        "drafter": f"{draft.layers} layers, block {draft.block}, taps {list(draft.taps)}, rank {draft.markov_rank}",
+        "drafter": str(rows.draft),
         "steps": f"{rows.plan.steps} of {rows.plan.global_batch} rows",
     }
 

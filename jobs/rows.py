@@ -15,8 +15,9 @@ from dspark.data.render import Renderer, render
 from dspark.data.rows import rows_table, samples_fingerprint, supervised_counts
 from dspark.errors import InputError
 from dspark.evaluation.benchmarks import EvaluationPrompt, benchmark_prompts, held_out_prompts
-from dspark.model.config import DraftConfig, draft_config
+from dspark.model.config import drafter_config
 from dspark.model.inherit import read_start
+from dspark.model.kinds import AnyConfig
 from dspark.model.vocabulary import keep_tokens
 from dspark.target import fingerprint, load_config, load_tokenizer, resolve, special_tokens
 
@@ -28,7 +29,7 @@ class Rows:
     table: pa.Table
     dropped: tuple[Dropped, ...]
     plan: Plan
-    draft: DraftConfig
+    draft: AnyConfig
     origin: Origin
     kept: NDArray[np.int64] | None  # ids of the tokens that the drafter may propose, ascending; None: all
     start: str | None = None  # fingerprint of the checkpoint that the drafter starts from
@@ -64,7 +65,7 @@ def prepare_rows(settings: Settings) -> Rows:
             too many positions.
     """
     config = load_config(settings.target)
-    draft = draft_config(config, settings.drafter)
+    draft = drafter_config(config, settings)
     start = None
     if settings.drafter.start_from is not None:
         read_start(settings.drafter.start_from, draft)

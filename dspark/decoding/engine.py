@@ -11,7 +11,7 @@ Shape suffixes: R active rows, P prompt positions, Q = drafts + 1 positions of a
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -20,12 +20,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from dspark.decoding.chains import ChainProposer
 from dspark.decoding.kv import Aim, AimedCache, target_store
 from dspark.decoding.proposer import Proposal, Proposer
 from dspark.decoding.rounds import Generation, Progress, Request, Round
 from dspark.decoding.sampling import Sampler, Sampling
 from dspark.errors import InputError
 from dspark.model.drafter import Drafter
+from dspark.model.kinds import AnyDrafter
+from dspark.model.vocabulary import Vocabulary
 from dspark.target import Target, TargetStates
 
 __all__ = ["Engine", "Generation", "Request", "Round", "Sampling", "Seconds"]
@@ -52,7 +55,7 @@ class Engine:
     closer than rounding); above 0 they have the target's law and depend on seed and request id alone.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None, batch: int, max_length: int) -> None:
+    def __init__(self, target: Target, drafter: AnyDrafter | None, batch: int, max_length: int) -> None:
         """
         Raises:
             InputError: lengths or sizes that target and drafter cannot serve.
@@ -60,7 +63,7 @@ class Engine:
         _check(target, drafter, batch, max_length)
         self.target, self.batch, self.max_length = target, batch, max_length
         self.store = target_store(target.config, batch, target.device, target.dtype)
-        self.proposer = Proposer(drafter, target.vocabulary, batch) if drafter is not None else None
+        self.proposer = None if drafter is None else _proposer(drafter, target.vocabulary, batch)
         self.taps = drafter.config.taps if drafter is not None else ()
         self.seconds = Seconds()
         self._busy = False
@@ -162,7 +165,7 @@ class Engine:
             for row, token in zip(rows, verdict.following.tolist(), strict=True):
                 row.begin(token)
             if self.proposer:
-                self._observe(states, range(len(rows)), [0] * len(rows), lengths, first)
+                self._observe(states, dict(enumerate(rows)), [0] * len(rows), first)
         self._settle()
 
     @torch.inference_mode()
@@ -182,11 +185,10 @@ class Engine:
                 states, logits_RQV = self._verify(torch.cat((anchor_ids_R[:, None], proposal.tokens_RK), 1), anchors)
             verdict = sampler.judge(logits_RQV, proposal.tokens_RK, proposed)
             self._commit(rows, proposal, proposed, verdict.accepted.tolist(), verdict.following.tolist())
-            going = [slot for slot, row in enumerate(rows) if row.finish is None]
+            going = {slot: row for slot, row in enumerate(rows) if row.finish is None}
             if self.proposer and going:
                 with self._timed("draft"):
-                    starts = [anchors[slot] for slot in going]
-                    self._observe(states, going, starts, [rows[slot].anchor - anchors[slot] for slot in going], 0)
+                    self._observe(states, going, [anchors[slot] for slot in going], 0)
         self._settle()
 
     def _slots(self, row: Progress) -> int:
@@ -218,19 +220,17 @@ class Engine:
             count = proposed[slot]
             row.commit(drafts[slot][:count], accepted[slot], following[slot], confidences[slot][:count])
 
-    def _observe(
-        self, states: TargetStates, places: Sequence[int], starts: Sequence[int], counts: Sequence[int], first: int
-    ) -> None:
-        """Hands the drafter the first `counts` states of the rows at `places` of a pass, from positions `starts` on."""
+    def _observe(self, states: TargetStates, rows: Mapping[int, Progress], starts: Sequence[int], first: int) -> None:
+        """Hands the drafter the states of a pass, of rows by their place in it, from `starts` to below the anchor."""
         assert self.proposer is not None
         device = states.taps.device
         indices = [
-            (place, column, start + column)
-            for place, start, count in zip(places, starts, counts, strict=True)
-            for column in range(count)
+            (place, column, start + column, token)
+            for (place, row), start in zip(rows.items(), starts, strict=True)
+            for column, token in enumerate(row.text(start + 1, row.anchor + 1))
         ]
-        places_N, columns_N, positions_N = torch.tensor(indices, device=device).unbind(1)
-        self.proposer.observe(places_N + first, positions_N, states.taps[places_N, columns_N])
+        places_N, columns_N, positions_N, following_N = torch.tensor(indices, device=device).unbind(1)
+        self.proposer.observe(places_N + first, positions_N, states.taps[places_N, columns_N], following_N)
 
     def _retire(self, active: list[Progress]) -> None:
         """Frees the slots of finished rows; the last row moves into a gap, so that active rows stay together."""
@@ -242,7 +242,7 @@ class Engine:
                 active[slot] = last
                 self.store.move(len(active), slot, last.anchor)
                 if self.proposer:
-                    self.proposer.store.move(len(active), slot, last.anchor)
+                    self.proposer.move(len(active), slot, last.anchor)
 
     @contextmanager
     def _timed(self, part: Literal["prefill", "draft", "verify", "total"]) -> Iterator[None]:
@@ -260,7 +260,13 @@ class Engine:
         spent.other = spent.total - spent.prefill - spent.draft - spent.verify
 
 
-def _check(target: Target, drafter: Drafter | None, batch: int, max_length: int) -> None:
+def _proposer(drafter: AnyDrafter, vocabulary: Vocabulary, rows: int) -> Proposer | ChainProposer:
+    if isinstance(drafter, Drafter):
+        return Proposer(drafter, vocabulary, rows)
+    return ChainProposer(drafter, vocabulary, rows)
+
+
+def _check(target: Target, drafter: AnyDrafter | None, batch: int, max_length: int) -> None:
     if batch < 1 or max_length < 2:
         raise InputError(f"batch={batch} and max_length={max_length}: needed are at least 1 row and 2 tokens")
     limit = target.config.max_position_embeddings

@@ -35,12 +35,19 @@ class Proposer:
         self.drafter, self.vocabulary = drafter, vocabulary.narrowed(drafter.kept)
         self.store = context_store(drafter.config, rows, vocabulary.head_VH.device, vocabulary.head_VH.dtype)
 
-    def observe(self, rows_N: Tensor, positions_N: Tensor, taps_NLH: Tensor) -> None:
-        """Takes in the target's states [N, L*H] of committed tokens, at these rows and positions."""
+    def observe(self, rows_N: Tensor, positions_N: Tensor, taps_NLH: Tensor, _following_N: Tensor) -> None:
+        """Takes in the target's states [N, L*H] of committed tokens, at these rows and positions.
+
+        The tokens behind them are for drafters of other kinds: blocks read tokens from the anchor on.
+        """
         context = self.drafter.context(taps_NLH[None], positions_N[None])
         for number, new in enumerate(context):
             by_position = KeyValues(new.keys[0].transpose(0, 1), new.values[0].transpose(0, 1))
             self.store.write(number, rows_N, positions_N, by_position)
+
+    def move(self, source: int, to: int, length: int) -> None:
+        """Copies a row of `length` observed positions over another."""
+        self.store.move(source, to, length)
 
     def propose(self, anchor_ids_R: Tensor, anchors: Sequence[int], slots: int, sampler: Sampler) -> Proposal:
         """Drafts the `slots` tokens that follow each row's anchor, whose context ends just before the anchor."""

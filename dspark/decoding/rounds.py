@@ -60,6 +60,11 @@ class Progress:
         """Position of the last token; the target's states are known for all positions before it."""
         return len(self.request.prompt) + len(self.tokens) - 1
 
+    def text(self, start: int, end: int) -> list[int]:
+        """Tokens at positions start..end-1 of prompt and answer."""
+        prompt, first = self.request.prompt, len(self.request.prompt)
+        return [*prompt[start:end], *self.tokens[max(start - first, 0) : max(end - first, 0)]]
+
     @property
     def room(self) -> int:
         """Tokens that it may still get."""

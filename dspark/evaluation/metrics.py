@@ -47,7 +47,10 @@ DEFINITIONS: dict[str, str] = {
         "(proposing), verify (the target's pass over the proposed tokens), other (everything else)."
     ),
     "time_share": "The same parts as shares of the speculative decoding time.",
-    "training.loss": "What training minimises: the weighted sum of the three terms, per supervised slot.",
+    "training.loss": (
+        "What training minimises. DSpark: the weighted sum of the three terms, per supervised slot. EAGLE-3: the sum "
+        "over the steps of the mean cross-entropy against the target's distribution times its decay, per sequence."
+    ),
     "training.loss_ce": "Cross-entropy of the draft distribution against the token that follows.",
     "training.loss_l1": "L1 distance between the draft's and the target's distribution, 0 to 2.",
     "training.loss_confidence": "Cross-entropy of the predicted acceptance against the one of the two distributions.",

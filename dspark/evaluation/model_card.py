@@ -13,7 +13,8 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dspark.evaluation.metrics import DEFINITIONS
-from dspark.model.config import DraftConfig
+from dspark.model.config import Eagle3Config
+from dspark.model.kinds import AnyConfig
 
 NOT_STATED = "not stated"
 
@@ -34,7 +35,7 @@ class CardData:
     title: str
     layout: str
     dtype: str
-    config: DraftConfig
+    config: AnyConfig
     holds_vocabulary: bool
     facts: Mapping[str, Any]
     licences: Licences
@@ -57,7 +58,8 @@ def model_card(card: CardData) -> str:
         dtype=card.dtype,
         config=config,
         holds_vocabulary=card.holds_vocabulary,
-        markov=f"{config.markov_head}, rank {config.markov_rank}" if config.markov_rank else "none",
+        chained=isinstance(config, Eagle3Config),
+        own=_own(config),
         target=target,
         data={"conversations": None, "fingerprint": None} | _section(card.facts, "data"),
         facts={"rows": None, "render": None, "steps": None, "seed": None} | dict(card.facts),
@@ -68,6 +70,17 @@ def model_card(card: CardData) -> str:
         command=" ".join(map(_placeless, str(result.get("command") or NOT_STATED).split(" "))),
         definitions=DEFINITIONS,
     )  # fmt: skip
+
+
+def _own(config: AnyConfig) -> dict[str, str]:
+    """What drafters of this kind alone have."""
+    if isinstance(config, Eagle3Config):
+        return {"chained steps in training": str(config.ttt_length)}
+    return {
+        "mask token id": str(config.mask_token_id),
+        "Markov head": f"{config.markov_head}, rank {config.markov_rank}" if config.markov_rank else "none",
+        "confidence head": "yes" if config.confidence else "no",
+    }
 
 
 def _section(facts: Mapping[str, Any], key: str) -> dict[str, Any]:

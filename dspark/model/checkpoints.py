@@ -20,8 +20,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from dspark.errors import InputError
-from dspark.model.config import DraftConfig
-from dspark.model.drafter import Drafter
+from dspark.model.config import DraftConfig, DSparkConfig, Eagle3Config
+from dspark.model.eagle3_layout import ARCHITECTURE as EAGLE3
+from dspark.model.eagle3_layout import eagle3_extra_keys, eagle3_from_json, eagle3_to_json
+from dspark.model.kinds import AnyConfig, AnyDrafter, drafter_of
 from dspark.model.layers import RotaryTable
 from dspark.model.layout import config_from_json, config_to_json, dtype_name, extra_keys
 from dspark.model.vocabulary import Vocabulary
@@ -37,13 +39,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class LoadedDrafter:
     """A drafter from disk, with the frozen embedding and head of its target."""
 
-    drafter: Drafter
+    drafter: AnyDrafter
     vocabulary: Vocabulary
-    config: DraftConfig
+    config: AnyConfig
     extra: dict[str, Any]  # keys of config.json beyond the layout, such as `dspark`
 
 
-def assemble(tensors: Mapping[str, Tensor], config: DraftConfig) -> tuple[Drafter, Vocabulary]:
+def assemble(tensors: Mapping[str, Tensor], config: AnyConfig) -> tuple[AnyDrafter, Vocabulary]:
     """A drafter and its vocabulary from tensors that are named as in the layout; the memory is shared with them.
 
     Raises:
@@ -59,7 +61,7 @@ def assemble(tensors: Mapping[str, Tensor], config: DraftConfig) -> tuple[Drafte
     return drafter, vocabulary.narrowed(drafter.kept)
 
 
-def check_tensors(tensors: Mapping[str, Tensor], config: DraftConfig) -> None:
+def check_tensors(tensors: Mapping[str, Tensor], config: AnyConfig) -> None:
     """Compares tensors, named as in the layout, with what `config` needs.
 
     Raises:
@@ -72,14 +74,16 @@ def check_tensors(tensors: Mapping[str, Tensor], config: DraftConfig) -> None:
 def save_drafter(
     folder: Path,
     drafter_state: Mapping[str, Tensor],
-    config: DraftConfig,
+    config: AnyConfig,
     vocabulary: Vocabulary,
     target_config: PreTrainedConfig,
-    anchors: int,
+    anchors: int | None,
     dtype: torch.dtype,
     extra: Mapping[str, Any],
 ) -> None:
     """Writes a drafter as `folder`, complete or not at all; `extra` (JSON values) is kept under the key `dspark`.
+
+    `anchors`: blocks drawn per row in training, of a DSpark drafter; None for EAGLE-3, which draws none.
 
     Raises:
         InputError: the folder holds something already, or the disk refuses.
@@ -88,7 +92,7 @@ def save_drafter(
     tensors = {**drafter_state, EMBEDDING: vocabulary.embedding_VH, HEAD: vocabulary.head_VH}
     faults = _shape_faults(tensors, _blank(config))
     assert not faults, faults
-    values = config_to_json(config, target_config, anchors, dtype) | {RUN_KEY: dict(extra)}
+    values = _to_json(config, target_config, anchors, dtype) | {RUN_KEY: dict(extra)}
     write_folder(folder, values, tensors, dtype, {})
 
 
@@ -145,7 +149,7 @@ def load_drafter(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
     """
     try:
         values = read_json(folder / CONFIG)
-        config = config_from_json(values)
+        config = config_of(values)
         tensors = read_tensors(folder)
         check_types(tensors, values.get("dtype"))
         drafter, vocabulary = assemble(tensors, config)
@@ -154,9 +158,26 @@ def load_drafter(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
             f"{folder} holds no drafter that can be loaded: {error} (needed: {CONFIG} and {WEIGHTS} as `dspark train` "
             "writes them)"
         ) from error
-    return LoadedDrafter(
-        drafter.to(device=device, dtype=dtype), vocabulary.to(device, dtype), config, extra_keys(values)
-    )
+    extra = extra_keys(values) if isinstance(config, DSparkConfig) else eagle3_extra_keys(values)
+    return LoadedDrafter(drafter.to(device=device, dtype=dtype), vocabulary.to(device, dtype), config, extra)
+
+
+def config_of(values: Mapping[str, Any]) -> AnyConfig:
+    """The drafter, of whichever kind, that a config.json of the published layout describes.
+
+    Raises:
+        InputError: names every key that is missing or wrong.
+    """
+    return eagle3_from_json(values) if values.get("architectures") == [EAGLE3] else config_from_json(values)
+
+
+def _to_json(
+    config: AnyConfig, target_config: PreTrainedConfig, anchors: int | None, dtype: torch.dtype
+) -> dict[str, Any]:
+    if isinstance(config, Eagle3Config):
+        return eagle3_to_json(config, target_config, dtype)
+    assert anchors is not None, "a DSpark drafter says how many anchors it was trained with"
+    return config_to_json(config, target_config, anchors, dtype)
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -165,13 +186,13 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().to("cpu", kind, copy=True).contiguous()
 
 
-def _blank(config: DraftConfig) -> Drafter:
+def _blank(config: AnyConfig) -> AnyDrafter:
     """A drafter without memory: names and shapes alone."""
     with torch.device("meta"):
-        return Drafter(config)
+        return drafter_of(config)
 
 
-def _shape_faults(tensors: Mapping[str, Tensor], drafter: Drafter) -> list[str]:
+def _shape_faults(tensors: Mapping[str, Tensor], drafter: AnyDrafter) -> list[str]:
     table = (drafter.config.vocab, drafter.config.hidden)
     needed = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     needed |= {EMBEDDING: table, HEAD: table}

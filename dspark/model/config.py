@@ -5,14 +5,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from dspark.config import DrafterSettings
+from dspark.config import DrafterSettings, Settings
 from dspark.errors import InputError
 from dspark.model.families import FORMS, QWEN3_FORM, Family, Form, embedding_scale, family_of, head_shape, soft_cap
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """Sizes and switches of a drafter (design section 4). Lengths in tokens, widths in units."""
+    """Sizes that drafters of every kind have. Lengths in tokens, widths in units."""
 
     hidden: int
     intermediate: int
@@ -26,43 +26,105 @@ class DraftConfig:
     rope: dict[str, Any]
     target_layers: int
     layers: int
-    block: int
+    block: int  # tokens proposed in a round
     taps: tuple[int, ...]
-    mask_token_id: int
-    markov_rank: int
-    markov_head: str
-    confidence: bool
-    confidence_with_markov: bool
     activation: str = "silu"
     init_std: float = 0.02
     form: Form = QWEN3_FORM  # of the draft layers
     shared_kv: bool = False  # K = V: values are the raw output of k_proj, and there is no v_proj
     embedding_scale: float = 1.0
-    soft_cap: float | None = None  # of the base logits, before the Markov bias
+    soft_cap: float | None = None  # of the base logits, before any bias
 
 
-def draft_config(target: PreTrainedConfig, settings: DrafterSettings) -> DraftConfig:
-    """The drafter that `settings` asks for on top of `target` (its text configuration).
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(DraftConfig):
+    """A DSpark drafter (design section 4)."""
+
+    mask_token_id: int
+    markov_rank: int
+    markov_head: str
+    confidence: bool
+    confidence_with_markov: bool
+
+    def __str__(self) -> str:
+        taps = list(self.taps)
+        return f"DSpark, {self.layers} layers, block {self.block}, taps {taps}, rank {self.markov_rank}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(DraftConfig):
+    """An EAGLE-3 drafter, of one layer (design section 5), and the training that it had."""
+
+    target_name: str
+    ttt_length: int  # chained steps
+    step_loss_decay: float
+
+    def __str__(self) -> str:
+        return f"EAGLE-3, block {self.block}, taps {list(self.taps)}, {self.ttt_length} chained steps"
+
+
+def drafter_config(target: PreTrainedConfig, settings: Settings) -> DSparkConfig | Eagle3Config:
+    """The drafter of an experiment, of whichever kind.
+
+    Raises:
+        InputError: see `draft_config`; an EAGLE-3 drafter whose layer would not have the Qwen3 form.
+    """
+    if settings.drafter.kind == "dspark":
+        return draft_config(target, settings.drafter)
+    sizes = _sizes(target, settings.drafter)
+    if sizes["form"] != QWEN3_FORM:
+        advice = "drafter.family=qwen3" if QWEN3_FORM in family_of(target).forms else "drafter.kind=dspark"
+        raise InputError(
+            f"drafter.kind=eagle3 builds its layer in the form qwen3 alone, and this drafter would have the form "
+            f"{sizes['form']}: set {advice}"
+        )
+    return Eagle3Config(
+        **sizes,
+        layers=1,
+        target_name=settings.target.model,
+        ttt_length=settings.eagle3.ttt_length,
+        step_loss_decay=settings.eagle3.step_loss_decay,
+    )
+
+
+def draft_config(target: PreTrainedConfig, settings: DrafterSettings) -> DSparkConfig:
+    """The DSpark drafter that `settings` asks for on top of `target` (its text configuration).
 
     Raises:
         InputError: a tap outside -1..layers-2, a mask token that is out of range or already means something, or a form
             or start that the target's family does not have.
     """
+    sizes = _sizes(target, settings)
     family = family_of(target)
-    _check_taps(settings.taps, target.num_hidden_layers)
-    if settings.vocab is not None and settings.vocab > target.vocab_size:
-        raise InputError(
-            f"drafter.vocab={settings.vocab} exceeds the target's {target.vocab_size} tokens: lower it, or leave it out"
-        )
+    assert settings.mask_token_id is not None
     check_mask_token(settings.mask_token_id, target)
     if settings.init == "target" and not family.layers_alike:
         raise InputError(
             f"drafter.init=target copies the target's last layers, and those of the family {family.model_type} differ "
             "in shape from each other and from a draft layer: set drafter.init=random"
         )
+    return DSparkConfig(
+        **sizes,
+        layers=settings.layers,
+        mask_token_id=settings.mask_token_id,
+        markov_rank=settings.markov_rank,
+        markov_head=settings.markov_head,
+        confidence=settings.confidence,
+        confidence_with_markov=settings.confidence and settings.confidence_with_markov,
+    )
+
+
+def _sizes(target: PreTrainedConfig, settings: DrafterSettings) -> dict[str, Any]:
+    """What every kind of drafter takes from its target, and the settings that all have."""
+    family = family_of(target)
+    _check_taps(settings.taps, target.num_hidden_layers)
+    if settings.vocab is not None and settings.vocab > target.vocab_size:
+        raise InputError(
+            f"drafter.vocab={settings.vocab} exceeds the target's {target.vocab_size} tokens: lower it, or leave it out"
+        )
     # Where layers differ, the last one sees the whole text, and a draft layer takes its shape.
     kv_heads, head_dim = head_shape(target, target.num_hidden_layers - 1)
-    return DraftConfig(
+    return dict(
         hidden=target.hidden_size,
         intermediate=target.intermediate_size,
         heads=target.num_attention_heads,
@@ -75,14 +137,8 @@ def draft_config(target: PreTrainedConfig, settings: DrafterSettings) -> DraftCo
         # Where kinds of layers rotate differently, there is one set of parameters for each.
         rope=dict(target.rope_parameters.get("full_attention", target.rope_parameters)),
         target_layers=target.num_hidden_layers,
-        layers=settings.layers,
         block=settings.block,
         taps=settings.taps,
-        mask_token_id=settings.mask_token_id,
-        markov_rank=settings.markov_rank,
-        markov_head=settings.markov_head,
-        confidence=settings.confidence,
-        confidence_with_markov=settings.confidence and settings.confidence_with_markov,
         activation=getattr(target, family.activation),
         init_std=target.initializer_range,
         form=_form(settings.family, family),

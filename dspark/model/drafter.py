@@ -11,48 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dspark.model.config import DraftConfig
+from dspark.model.backbone import Backbone
+from dspark.model.config import DSparkConfig
 from dspark.model.heads import ConfidenceHead, MarkovHead
-from dspark.model.layers import DraftLayer, KeyValues, RotaryTable, norm_of
+from dspark.model.layers import DraftLayer, KeyValues, norm_of
 
 _MARKOV_STD = 0.5
 
 
-class Drafter(nn.Module):
-    """Everything of a drafter that is trained. The target's embedding and head come as a `Vocabulary`.
+class Drafter(Backbone):
+    """Everything of a drafter that is trained.
 
     Shape suffixes: B batch, S context positions, Q block positions, L taps, H hidden width.
     """
 
-    d2t: Tensor
-    t2d: Tensor
+    config: DSparkConfig
 
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.rotary = RotaryTable(config)
-        self.fc = nn.Linear(len(config.taps) * config.hidden, config.hidden, bias=False)
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
         self.hidden_norm = norm_of(config, config.hidden)
         self.layers: Any = nn.ModuleList(DraftLayer(config) for _ in range(config.layers))
-        self.norm = norm_of(config, config.hidden)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
-        if config.draft_vocab < config.vocab:
-            # Offsets from draft ids to token ids, and which tokens are kept: the form of the EAGLE-3 layouts.
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab, dtype=torch.int64))
-            self.register_buffer("t2d", torch.zeros(config.vocab, dtype=torch.bool))
-
-    @property
-    def kept(self) -> Tensor | None:
-        """Ids [D] of the tokens that may be proposed, ascending; None: all."""
-        if self.config.draft_vocab == self.config.vocab:
-            return None
-        return torch.arange(self.config.draft_vocab, device=self.d2t.device) + self.d2t
-
-    def keep(self, kept_D: Tensor) -> None:
-        """Sets the ids [D], ascending, of the tokens that may be proposed."""
-        self.d2t.copy_(kept_D - torch.arange(len(kept_D)))
-        self.t2d.zero_()[kept_D] = True
 
     def context(self, taps_BSLH: Tensor, positions_BS: Tensor) -> list[KeyValues]:
         """Context keys and values of every layer, from concatenated taps [B, S, L*H] at positions [B, S]."""
@@ -74,7 +54,7 @@ class Drafter(nn.Module):
         return self.norm(x)
 
 
-def new_drafter(config: DraftConfig, seed: int, kept: Tensor | None = None) -> Drafter:
+def new_drafter(config: DSparkConfig, seed: int, kept: Tensor | None = None) -> Drafter:
     """A freshly initialised drafter, equal for equal seeds; `kept` [D] are the ids of a reduced vocabulary.
 
     Linear weights are normal with the target's deviation, norms are one and biases zero. W2 starts at zero, so that the
@@ -83,11 +63,7 @@ def new_drafter(config: DraftConfig, seed: int, kept: Tensor | None = None) -> D
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         drafter = Drafter(config)
-        for module in drafter.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=config.init_std)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+        drafter.randomise()
         if drafter.markov_head is not None:
             nn.init.normal_(drafter.markov_head.markov_w1.weight, std=_MARKOV_STD)
             nn.init.zeros_(drafter.markov_head.markov_w2.weight)

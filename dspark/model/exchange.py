@@ -22,12 +22,14 @@ from dspark.model.checkpoints import (
     RUN_KEY,
     check_tensors,
     check_types,
+    config_of,
     read_json,
     read_tensors,
     write_folder,
 )
-from dspark.model.config import DraftConfig
-from dspark.model.layout import check_servable, config_from_json, dtype_name, rope_keys
+from dspark.model.config import DraftConfig, Eagle3Config
+from dspark.model.kinds import AnyConfig
+from dspark.model.layout import check_servable, dtype_name, rope_keys
 from dspark.model.specforge import MODELOPT, SPECFORGE
 from dspark.model.speculators import SPECULATORS
 from dspark.model.stored import ARCHITECTURE, Layout, Stored, Verifier
@@ -56,7 +58,7 @@ class Checkpoint:
     """A drafter's folder under published names, complete and without contradiction, in the layout that it came in."""
 
     stored: Stored
-    config: DraftConfig
+    config: AnyConfig
     layout: Layout
 
     @property
@@ -93,7 +95,7 @@ def read_checkpoint(folder: Path, name: str | None = None, target_layers: int | 
         if target_layers is not None and layout is not DEEPSPEC:
             values.setdefault("num_target_layers", target_layers)
         stored = layout.read(Stored(values, read_tensors(folder)))
-        config = config_from_json(stored.values)
+        config = config_of(stored.values)
         check_tensors(_with_stand_ins(stored.tensors, config, layout), config)
         dtype = stored.values.get("dtype") or dtype_name(stored.tensors["fc.weight"].dtype)
         check_types(stored.tensors, dtype)
@@ -164,9 +166,16 @@ def check_expressible(checkpoint: Checkpoint, name: str) -> None:
     Raises:
         InputError: names every key that stands in the way.
     """
-    check_servable(checkpoint.config)
-    layout, stored = LAYOUTS[name], checkpoint.stored
-    faults = layout.refusals(checkpoint.config)
+    config, layout, stored = checkpoint.config, LAYOUTS[name], checkpoint.stored
+    check_servable(config)
+    if isinstance(config, Eagle3Config):
+        if layout is not DEEPSPEC:
+            raise InputError(
+                f"the layout {name} holds drafters of the kind dspark alone, and this is an EAGLE-3 one: export it to "
+                f"{DEEPSPEC.name}"
+            )
+        return
+    faults = layout.refusals(config)
     if not stored.next_token:
         faults.append(
             "slot k predicts the token of its own place, as in DFlash, and no drafter here does: such a checkpoint can "

@@ -23,6 +23,9 @@ class Form:
     fp32_scale: bool = False  # a norm's scale multiplies before the result is rounded, not after
     attention_scale: float | None = None  # of query times key; None: 1 / sqrt(head width)
 
+    def __str__(self) -> str:
+        return self.name
+
 
 QWEN3_FORM = Form("qwen3")
 LLAMA_FORM = Form("llama", qk_norm=False)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dspark.model.config import DraftConfig
+from dspark.model.config import DSparkConfig
 
 
 class MarkovStep(NamedTuple):
@@ -25,7 +25,7 @@ class MarkovHead(nn.Module):
     The three share W1, W2 and the step-by-step interface; training runs the same steps that decoding runs.
     """
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.kind = config.markov_head
         self.markov_w1 = nn.Embedding(config.vocab, config.markov_rank)
@@ -69,7 +69,7 @@ class MarkovHead(nn.Module):
 class ConfidenceHead(nn.Module):
     """Logit that a slot is accepted given that the slots before it were (paper section 3.2.1, equation 7)."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.with_markov = config.confidence_with_markov
         self.proj = nn.Linear(config.hidden + (config.markov_rank if self.with_markov else 0), 1)

@@ -4,6 +4,7 @@ Shape suffixes: B batch, Q block positions (A blocks of K slots), S context posi
 D head width, H hidden width.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,18 +99,22 @@ class KeyValues(NamedTuple):
     values: Tensor
 
 
-class DraftAttention(nn.Module):
-    """Block queries over context keys (prefix only) and the keys of their own block."""
+def joined_keys(parts: Sequence[KeyValues]) -> KeyValues:
+    """Keys and values of several stretches of positions, one behind the other."""
+    return KeyValues(torch.cat([part.keys for part in parts], dim=2), torch.cat([part.values for part in parts], dim=2))
 
-    def __init__(self, config: DraftConfig) -> None:
+
+class DraftAttention(nn.Module):
+    """Block queries over context keys (prefix only) and the keys of their own block. It reads `width` units, or H."""
+
+    def __init__(self, config: DraftConfig, width: int | None = None) -> None:
         super().__init__()
+        width = width or config.hidden
         self.head_dim, self.norm_eps = config.head_dim, config.norm_eps
         self.scale, self.v_norm = config.form.attention_scale, config.form.v_norm
-        self.q_proj = nn.Linear(config.hidden, config.heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
-        self.v_proj = (
-            None if config.shared_kv else nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
-        )
+        self.q_proj = nn.Linear(width, config.heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, config.kv_heads * config.head_dim, bias=False)
+        self.v_proj = None if config.shared_kv else nn.Linear(width, config.kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
         self.q_norm = norm_of(config, config.head_dim) if config.form.qk_norm else nn.Identity()
         self.k_norm = norm_of(config, config.head_dim) if config.form.qk_norm else nn.Identity()
@@ -123,15 +128,14 @@ class DraftAttention(nn.Module):
         return KeyValues(rotary(self.k_norm(projected).transpose(1, 2)), values.transpose(1, 2))
 
     def forward(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues, visible_B1QM: Tensor) -> Tensor:
-        queries = rotary(self.q_norm(self._heads(self.q_proj(x_BQH))).transpose(1, 2))
         own = self.key_values(x_BQH, rotary)
+        return self.attend(x_BQH, rotary, joined_keys((context, own)), visible_B1QM)
+
+    def attend(self, x_BQH: Tensor, rotary: Rotary, seen: KeyValues, visible_B1QM: Tensor) -> Tensor:
+        """What queries read from keys and values of any M positions, where `visible` is true."""
+        queries = rotary(self.q_norm(self._heads(self.q_proj(x_BQH))).transpose(1, 2))
         mixed = F.scaled_dot_product_attention(
-            queries,
-            torch.cat((context.keys, own.keys), dim=2),
-            torch.cat((context.values, own.values), dim=2),
-            attn_mask=visible_B1QM,
-            scale=self.scale,
-            enable_gqa=True,
+            queries, seen.keys, seen.values, attn_mask=visible_B1QM, scale=self.scale, enable_gqa=True
         )
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
@@ -158,10 +162,10 @@ class DraftLayer(nn.Module):
 
     layer_scalar: Tensor
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DraftConfig, width: int | None = None) -> None:
         super().__init__()
         self.sandwich = config.form.sandwich
-        self.self_attn = DraftAttention(config)
+        self.self_attn = DraftAttention(config, width)
         self.mlp = GatedMlp(config)
         self.input_layernorm = norm_of(config, config.hidden)
         self.post_attention_layernorm = norm_of(config, config.hidden)
@@ -171,10 +175,13 @@ class DraftLayer(nn.Module):
             self.register_buffer("layer_scalar", torch.ones(1))
 
     def forward(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues, visible_B1QM: Tensor) -> Tensor:
-        mixed = self.self_attn(self.input_layernorm(x_BQH), rotary, context, visible_B1QM)
+        return self.after_attention(x_BQH, self.self_attn(self.input_layernorm(x_BQH), rotary, context, visible_B1QM))
+
+    def after_attention(self, x_BQH: Tensor, mixed_BQH: Tensor) -> Tensor:
+        """What the layer gives from its residual and what attention has read."""
         if not self.sandwich:
-            x = x_BQH + mixed
+            x = x_BQH + mixed_BQH
             return x + self.mlp(self.post_attention_layernorm(x))
-        x = x_BQH + self.post_attention_layernorm(mixed)
+        x = x_BQH + self.post_attention_layernorm(mixed_BQH)
         x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         return x * self.layer_scalar

@@ -1,4 +1,4 @@
-"""config.json of a drafter, in the published layout: read strictly, written with every key that engines look for.
+"""config.json of a DSpark drafter, in the published layout: read strictly, with every key that engines look for.
 
 The file is the target's text configuration in the form of the draft layers, Qwen3 or Gemma4, with the drafter's keys
 beside it. Layers of the native Llama form, which no engine loads, are named so and kept out of exports.
@@ -11,31 +11,23 @@ import torch
 from transformers import Gemma4TextConfig, PreTrainedConfig, Qwen3Config
 
 from dspark.errors import InputError
-from dspark.model.config import DraftConfig
+from dspark.model.config import DraftConfig, DSparkConfig
 from dspark.model.families import GEMMA4_FORM, LLAMA_FORM, head_shape
 from dspark.model.layers import RotaryTable
-from dspark.model.layout_keys import GEMMA4, PLAIN, layout_of, read_layout
+from dspark.model.layout_keys import GEMMA4, PLAIN, Layout, layout_of, read_layout
 
 
-def config_from_json(values: Mapping[str, Any]) -> DraftConfig:
-    """The drafter that a config.json describes.
+def config_from_json(values: Mapping[str, Any]) -> DSparkConfig:
+    """The DSpark drafter that a config.json describes.
 
     Raises:
         InputError: names every key that is missing or holds what this project's drafter does not compute.
     """
-    layout = read_layout(values)
-    config = DraftConfig(
-        hidden=layout.hidden_size,
-        intermediate=layout.intermediate_size,
-        heads=layout.num_attention_heads,
-        vocab=layout.vocab_size,
-        draft_vocab=layout.draft_vocab_size or layout.vocab_size,
-        norm_eps=layout.rms_norm_eps,
-        max_positions=layout.max_position_embeddings,
-        target_layers=layout.num_target_layers,
+    layout = read_layout(layout_of(values), values)
+    config = DSparkConfig(
+        **sizes_of(layout),
         layers=layout.num_hidden_layers,
         block=layout.block_size,
-        taps=layout.target_layer_ids,
         mask_token_id=layout.mask_token_id,
         markov_rank=layout.markov_rank,
         markov_head=layout.markov_head_type or "vanilla",
@@ -44,33 +36,47 @@ def config_from_json(values: Mapping[str, Any]) -> DraftConfig:
         confidence_with_markov=bool(
             layout.enable_confidence_head and layout.confidence_head_with_markov and layout.markov_rank
         ),
+    )
+    check_rope(config)
+    return config
+
+
+def sizes_of(layout: Layout) -> dict[str, Any]:
+    """What drafters of every kind have, but for their layers and their block."""
+    return dict(
+        hidden=layout.hidden_size,
+        intermediate=layout.intermediate_size,
+        heads=layout.num_attention_heads,
+        vocab=layout.vocab_size,
+        draft_vocab=layout.draft_vocab_size or layout.vocab_size,
+        norm_eps=layout.rms_norm_eps,
+        max_positions=layout.max_position_embeddings,
+        target_layers=layout.target_layers,
+        taps=layout.target_layer_ids,
         init_std=layout.initializer_range,
         **layout.form(),
     )
+
+
+def check_rope(config: DraftConfig) -> None:
+    """Raises InputError for rotary parameters that lack a key or hold a wrong value."""
     try:
         RotaryTable(config)
     except (KeyError, TypeError) as error:
         raise InputError(f"rope_parameters: {config.rope} lacks a key or has a wrong value: {error}") from error
-    return config
 
 
 def config_to_json(
-    config: DraftConfig, target_config: PreTrainedConfig, anchors: int, dtype: torch.dtype
+    config: DSparkConfig, target_config: PreTrainedConfig, anchors: int, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """config.json of a drafter: the target's configuration in the form of the draft layers, and the drafter's keys.
+    """config.json of a DSpark drafter: the target's configuration in the form of the draft layers, and its own keys.
 
     `target_config` is the target's whole configuration, or that of its text alone.
     """
-    base = _gemma4_base(target_config) if config.form == GEMMA4_FORM else _plain_base(config, target_config)
-    return base | {
-        "dtype": dtype_name(dtype),
-        "num_hidden_layers": config.layers,
-        "layer_types": ["full_attention"] * config.layers,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        **({"draft_vocab_size": config.draft_vocab} if config.draft_vocab < config.vocab else {}),
+    plain = config.form != GEMMA4_FORM
+    base = plain_base(config, target_config, config.layers) if plain else _gemma4_base(target_config)
+    return base | drafter_keys(config, config.layers, dtype) | {
         "num_target_layers": config.target_layers,
-        "target_layer_ids": list(config.taps),
         "block_size": config.block,
         "num_anchors": anchors,
         "mask_token_id": config.mask_token_id,
@@ -78,6 +84,19 @@ def config_to_json(
         "markov_head_type": config.markov_head,
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence_with_markov,
+    }  # fmt: skip
+
+
+def drafter_keys(config: DraftConfig, layers: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What drafters of every kind write beside the target's configuration; `layers`: what `num_hidden_layers` says."""
+    return {
+        "dtype": dtype_name(dtype),
+        "num_hidden_layers": layers,
+        "layer_types": ["full_attention"] * layers,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        **({"draft_vocab_size": config.draft_vocab} if config.draft_vocab < config.vocab else {}),
+        "target_layer_ids": list(config.taps),
     }
 
 
@@ -94,14 +113,15 @@ def check_servable(config: DraftConfig) -> None:
         )
 
 
-def _plain_base(config: DraftConfig, target_config: PreTrainedConfig) -> dict[str, Any]:
+def plain_base(config: DraftConfig, target_config: PreTrainedConfig, layers: int) -> dict[str, Any]:
+    """The target's configuration in Qwen3 form, or in that of Llama, with so many layers."""
     text = target_config.get_text_config()
     architecture, model_type = PLAIN[config.form]
     base = Qwen3Config(
         vocab_size=config.vocab,
         hidden_size=config.hidden,
         intermediate_size=config.intermediate,
-        num_hidden_layers=config.layers,
+        num_hidden_layers=layers,
         num_attention_heads=config.heads,
         num_key_value_heads=config.kv_heads,
         head_dim=config.head_dim,
@@ -152,9 +172,14 @@ def _gemma4_base(target_config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def extra_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config.json holds beyond the layout, such as `dspark`."""
+    """What a DSpark drafter's config.json holds beyond the layout, such as `dspark`."""
+    return keys_beyond(layout_of(values), values)
+
+
+def keys_beyond(layout: type[Layout], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json holds beyond the keys of this layout and those of any target."""
     base = {**Qwen3Config().to_dict(), **Gemma4TextConfig().to_dict()}
-    known = layout_of(values).model_fields.keys() | base.keys() | {"target_model_type", "target_text_model_type"}
+    known = layout.model_fields.keys() | base.keys() | {"target_model_type", "target_text_model_type"}
     return {key: value for key, value in values.items() if key not in known}
 
 

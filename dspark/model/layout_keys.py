@@ -1,4 +1,4 @@
-"""The keys of a drafter's config.json, checked: one class for each way to write the layers.
+"""The keys of a drafter's config.json, checked: those of every kind, and one class for each way to write DSpark's.
 
 Strict: a text is no number, and whatever the drafter would not compute is refused by its key.
 """
@@ -6,7 +6,7 @@ Strict: a text is no number, and whatever the drafter would not compute is refus
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from transformers.activations import ACT2FN
@@ -52,8 +52,44 @@ class Layout(BaseModel, ABC):
     tie_word_embeddings: Literal[False]
     num_hidden_layers: Positive
     layer_types: tuple[Literal["full_attention"], ...]
-    num_target_layers: Positive
     target_layer_ids: Annotated[tuple[Annotated[int, Field(ge=-1)], ...], Field(min_length=1)]
+
+    @property
+    @abstractmethod
+    def target_layers(self) -> int:
+        """Layers of the target, which each kind of drafter writes under another key."""
+
+    @abstractmethod
+    def form(self) -> dict[str, Any]:
+        """The fields of `DraftConfig` that each form of draft layer writes in its own way."""
+
+    def rules(self) -> list[tuple[str, bool, str]]:
+        """(key, whether it holds, what is wrong) of each rule between keys."""
+        last = self.target_layers - 1
+        taps, kinds = list(self.target_layer_ids), len(self.layer_types)
+        queries, keys = self.num_attention_heads, self.form()["kv_heads"]
+        return [
+            ("layer_types", kinds == self.num_hidden_layers, f"{kinds} types for {self.num_hidden_layers} layers"),
+            ("target_layer_ids", max(taps) < last, f"{taps} must lie in -1..{last - 1}"),
+            (
+                "draft_vocab_size",
+                (self.draft_vocab_size or 1) <= self.vocab_size,
+                f"must be at most vocab_size={self.vocab_size}",
+            ),
+            ("num_attention_heads", queries % keys == 0, f"{queries} is no multiple of the {keys} key/value heads"),
+        ]
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if faults := [f"{key}: {fault}" for key, holds, fault in self.rules() if not holds]:
+            raise ValueError("; ".join(faults))
+        return self
+
+
+class DSparkLayout(Layout):
+    """The keys of a DSpark drafter, however its layers are written."""
+
+    num_target_layers: Positive
     block_size: Positive
     num_anchors: Positive
     mask_token_id: Count
@@ -63,36 +99,22 @@ class Layout(BaseModel, ABC):
     enable_confidence_head: bool
     confidence_head_with_markov: bool | None = None
 
-    @abstractmethod
-    def form(self) -> dict[str, Any]:
-        """The fields of `DraftConfig` that each form of draft layer writes in its own way."""
+    @property
+    def target_layers(self) -> int:
+        return self.num_target_layers
 
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        last = self.num_target_layers - 1
-        taps, kinds = list(self.target_layer_ids), len(self.layer_types)
-        queries, keys = self.num_attention_heads, self.form()["kv_heads"]
+    def rules(self) -> list[tuple[str, bool, str]]:
         without_type = self.markov_rank > 0 and self.markov_head_type is None
         without_input = self.enable_confidence_head and self.confidence_head_with_markov is None
-        rules = [
-            ("layer_types", kinds == self.num_hidden_layers, f"{kinds} types for {self.num_hidden_layers} layers"),
-            ("target_layer_ids", max(taps) < last, f"{taps} must lie in -1..{last - 1}"),
+        return [
+            *super().rules(),
             ("mask_token_id", self.mask_token_id < self.vocab_size, f"must be below vocab_size={self.vocab_size}"),
-            (
-                "draft_vocab_size",
-                (self.draft_vocab_size or 1) <= self.vocab_size,
-                f"must be at most vocab_size={self.vocab_size}",
-            ),
-            ("num_attention_heads", queries % keys == 0, f"{queries} is no multiple of the {keys} key/value heads"),
             ("markov_head_type", not without_type, "missing, and markov_rank is not 0"),
             ("confidence_head_with_markov", not without_input, "missing, and enable_confidence_head is true"),
         ]
-        if faults := [f"{key}: {fault}" for key, holds, fault in rules if not holds]:
-            raise ValueError("; ".join(faults))
-        return self
 
 
-class PlainLayout(Layout):
+class PlainLayout(DSparkLayout):
     """Layers in Qwen3 form, or in that of Llama."""
 
     architectures: tuple[Literal["Qwen3DSparkModel", "LlamaDSparkModel"]]
@@ -112,19 +134,24 @@ class PlainLayout(Layout):
             "kv_heads": self.num_key_value_heads,
             "head_dim": self.head_dim,
             "activation": self.hidden_act,
-            "rope": self._rope(),
+            "rope": rope_of(self.rope_parameters, self.rope_theta, self.rope_scaling),
         }
 
-    def _rope(self) -> dict[str, Any]:
-        """Rotary parameters from whichever schema the file has. The base never falls back to a default."""
-        rope = dict(self.rope_parameters or self.rope_scaling or {})
-        rope.setdefault("rope_type", rope.pop("type", "default"))
-        theta = rope.setdefault("rope_theta", self.rope_theta)
-        if not isinstance(theta, int | float) or theta <= 0:
-            raise ValueError(f"rope_theta: found {theta!r} in rope_parameters and at the top, needed a positive number")
-        if self.rope_theta not in (None, theta):
-            raise ValueError(f"rope_theta={self.rope_theta} contradicts rope_parameters, which says {theta}")
-        return rope
+
+def rope_of(parameters: dict[str, Any] | None, theta: float | None, scaling: dict[str, Any] | None) -> dict[str, Any]:
+    """Rotary parameters from whichever schema the file has. The base never falls back to a default.
+
+    Raises:
+        ValueError: no base, or two that contradict each other; for a validator to report.
+    """
+    rope = dict(parameters or scaling or {})
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    found = rope.setdefault("rope_theta", theta)
+    if not isinstance(found, int | float) or found <= 0:
+        raise ValueError(f"rope_theta: found {found!r} in rope_parameters and at the top, needed a positive number")
+    if theta not in (None, found):
+        raise ValueError(f"rope_theta={theta} contradicts rope_parameters, which says {found}")
+    return rope
 
 
 class _Rotation(BaseModel):
@@ -144,7 +171,7 @@ class _Rotations(BaseModel):
     full_attention: _Rotation
 
 
-class Gemma4Layout(Layout):
+class Gemma4Layout(DSparkLayout):
     """Layers in Gemma4 form: their heads are those of full attention, which have keys of their own."""
 
     architectures: tuple[Literal["Gemma4DSparkModel"]]
@@ -172,15 +199,23 @@ class Gemma4Layout(Layout):
         }
 
 
-def layout_of(values: Mapping[str, Any]) -> type[Layout]:
-    """The class that checks these values."""
+def layout_of(values: Mapping[str, Any]) -> type[DSparkLayout]:
+    """The class that checks the values of a DSpark drafter."""
     return Gemma4Layout if values.get("architectures") == [GEMMA4] else PlainLayout
 
 
-def read_layout(values: Mapping[str, Any]) -> Layout:
+Keys = TypeVar("Keys", bound=Layout)
+
+
+def read_layout(layout: type[Keys], values: Mapping[str, Any]) -> Keys:
+    """The keys of a config.json, checked.
+
+    Raises:
+        InputError: names every key that is missing or wrong.
+    """
     try:
         # JSON is the strict mode that takes a list for a tuple.
-        return layout_of(values).model_validate_json(json.dumps(dict(values)))
+        return layout.model_validate_json(json.dumps(dict(values)))
     except ValidationError as error:
         faults = [(".".join(map(str, fault["loc"])), fault["msg"]) for fault in error.errors(include_url=False)]
         raise InputError("; ".join(f"{key}: {text}" if key else text for key, text in faults)) from None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dspark.model.checkpoints import EMBEDDING, HEAD
-from dspark.model.config import DraftConfig
+from dspark.model.config import DSparkConfig
 from dspark.model.stored import ARCHITECTURE, HEADS, LAYER_KEYS, PUBLISHED_ANCHORS, Keys, Layout, Stored, Verifier
 
 _SECTION = "dflash_config"
@@ -109,7 +109,7 @@ def _write(stored: Stored, _verifier: Verifier | None) -> Stored:
     return Stored(values, tensors)
 
 
-def _refusals(config: DraftConfig) -> list[str]:
+def _refusals(config: DSparkConfig) -> list[str]:
     faults = []
     if config.markov_rank == 0:
         faults.append("markov_rank=0: SGLang needs a Markov head")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dspark.model.checkpoints import HEAD, RUN_KEY
-from dspark.model.config import DraftConfig
+from dspark.model.config import DSparkConfig
 from dspark.model.stored import (
     ARCHITECTURE,
     DRAFT_KEYS,
@@ -115,7 +115,7 @@ def _write(stored: Stored, verifier: Verifier | None) -> Stored:
     return Stored(values, tensors)
 
 
-def _refusals(config: DraftConfig) -> list[str]:
+def _refusals(config: DSparkConfig) -> list[str]:
     faults = []
     if config.markov_rank and config.markov_head != "vanilla":
         faults.append(f"markov_head_type={config.markov_head}: vLLM computes the vanilla Markov head alone")

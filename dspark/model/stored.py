@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dspark.errors import InputError
 from dspark.model.checkpoints import RUN_KEY
-from dspark.model.config import DraftConfig
+from dspark.model.config import DSparkConfig
 
 ARCHITECTURE = "Qwen3DSparkModel"  # of the published layout, the only one that other layouts are made from
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
@@ -60,7 +60,7 @@ class Layout:
     matches: Callable[[Mapping[str, Any]], bool]
     read: Callable[[Stored], Stored]
     write: Callable[[Stored, Verifier | None], Stored] | None  # None: it is only read
-    refusals: Callable[[DraftConfig], list[str]]
+    refusals: Callable[[DSparkConfig], list[str]]
     vocabulary: Literal["whole", "kept", "none"]
 
 

@@ -135,20 +135,19 @@ class DraftObjective(nn.Module):
         with torch.no_grad():
             means["loss"] = weighted_mean(loss_N, weights_N)
             greedy_N = vocabulary.tokens(logits_ND.argmax(-1)) == target_PV.argmax(-1)[row_N]
-            means |= acceptance_means(blocks, accept_N, greedy_N)
+            means |= acceptance_means(slots, accept_N, greedy_N)
             if output.confidence_BAK is not None:
                 means |= confidence_means(blocks, output.confidence_BAK, accept_N)
         return Objective(loss, means)
 
 
-def acceptance_means(blocks: Blocks, accept_N: Tensor, greedy_N: Tensor) -> Means:
+def acceptance_means(valid_BAK: Tensor, accept_N: Tensor, greedy_N: Tensor) -> Means:
     """Acceptance by slot, expected tokens per round (tau, probabilistic and greedy), and how the blocks are filled."""
-    valid_BAK = blocks.valid_BAK
     accept_BAK = _scatter(valid_BAK, accept_N)
     greedy_BAK = _scatter(valid_BAK, greedy_N.float())
     means: Means = {
         f"accept_rate_{slot}": weighted_mean(accept_BAK[..., slot], valid_BAK[..., slot])
-        for slot in range(blocks.block)
+        for slot in range(valid_BAK.shape[-1])
     }
     started_BA = valid_BAK[..., 0]
     means["tau_probabilistic"] = weighted_mean(1 + accept_BAK.cumprod(-1).sum(-1), started_BA)

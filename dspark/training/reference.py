@@ -213,6 +213,7 @@ def _read(folder: Path, dtype: Precision) -> _Case:
         parts.setdefault(part, {})[rest] = tensor
     config = config_from_json(read_json(folder / CONFIG))
     drafter, vocabulary = assemble(parts["weights"], config)
+    assert isinstance(drafter, Drafter)
     inputs, kind = parts["inputs"], DTYPES[dtype]
     batch = Batch(
         inputs["input_ids"].long(),

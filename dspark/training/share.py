@@ -21,19 +21,22 @@ from dspark.data.plan import Plan
 from dspark.model.config import DraftConfig
 from dspark.target import DTYPES
 from dspark.training.batch import Batch, Place, collate, loss_masks, pack
-from dspark.training.blocks import Blocks, draw_anchors, make_blocks
+from dspark.training.blocks import Blocks
+from dspark.training.kinds import anchors_of, blocks_of, weight_of
 from dspark.training.means import Mean, Means
-from dspark.training.objective import step_weight
 
 
 @dataclass(frozen=True)
 class Share:
-    """Micro-batches with their blocks, the slot weights of each, and counts over the rows as means."""
+    """Micro-batches with their blocks, the weight of each, and counts over the rows as means.
+
+    Rows that only fill the last step count nowhere, in `tokens` neither.
+    """
 
     batches: list[Batch]
     blocks: list[Blocks]
     weights: Tensor  # [micro-batches], fp32, on the device
-    tokens: int
+    tokens: int  # without padding
     counts: Means
 
 
@@ -46,42 +49,35 @@ def make_share(
     """
     train = settings.train
     ids, masks = table.column("sample_id").to_pylist(), loss_masks(table)
+    counted = [plan.counted[position] for position in positions]
     batches, blocks, available, used, bad = [], [], 0, 0, 0
     for at in range(0, len(positions), train.micro_batch):
         rows = range(at, min(at + train.micro_batch, len(positions)))
         places = pack([len(masks[row]) for row in rows], train.pack_tokens)
         part, dtype = table.slice(at, len(rows)), DTYPES[train.precision]
         batch, finite = without_non_finite(collate(part, draft.taps, draft.hidden, device, dtype, places), places)
-        bad += finite.count(False)
-        anchors = []
+        bad += sum(counted[row] and not good for row, good in zip(rows, finite, strict=True))
+        anchors, lengths = [], []
         for row, good in zip(rows, finite, strict=True):
-            drawn = np.empty(0, np.int64)
-            if good and plan.counted[positions[row]]:
-                drawn = draw_anchors(masks[row], train.anchors, settings.seed, plan.epochs[positions[row]], ids[row])
+            drawn, length = np.empty(0, np.int64), 0
+            if counted[row] and good:
+                drawn = anchors_of(masks[row], settings, plan.epochs[positions[row]], ids[row])
+                length = len(masks[row])
                 available += int(np.count_nonzero(masks[row][:-1] & masks[row][1:]))
             used += len(drawn)
             anchors.append(drawn)
+            lengths.append(length)
         batches.append(batch)
-        blocks.append(
-            make_blocks(
-                batch.input_ids_BS,
-                batch.loss_mask_BS,
-                placed(anchors, places),
-                draft.block,
-                settings.loss.gamma,
-                batch.starts_BS,
-            )
-        )
-    counted = sum(plan.counted[position] for position in positions)
+        blocks.append(blocks_of(batch, placed(anchors, places), lengths, settings))
     return Share(
         batches=batches,
         blocks=blocks,
-        weights=torch.stack([step_weight(part) for part in blocks]),
-        tokens=sum(len(mask) for mask in masks),
+        weights=torch.stack([weight_of(part) for part in blocks]),
+        tokens=sum(len(mask) for mask, counts in zip(masks, counted, strict=True) if counts),
         counts={
-            "anchors_available": _count(available, counted, device),
-            "anchors_used": _count(used, counted, device),
-            "rows_not_finite": _count(bad, counted, device),
+            "anchors_available": _count(available, sum(counted), device),
+            "anchors_used": _count(used, sum(counted), device),
+            "rows_not_finite": _count(bad, sum(counted), device),
         },
     )
 

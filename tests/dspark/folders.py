@@ -11,17 +11,17 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from dspark.model.checkpoints import save_drafter
-from dspark.model.config import DraftConfig
+from dspark.model.config import DSparkConfig, Eagle3Config
 from dspark.model.exchange import check_expressible, read_checkpoint, with_vocabulary, write_checkpoint
 from dspark.model.stored import Verifier
-from tests.dspark.small import small_drafter, small_vocabulary
+from tests.dspark.small import SMALL_EAGLE3, small_drafter, small_eagle3, small_vocabulary
 
 TARGET = LlamaConfig(bos_token_id=3, eos_token_id=[4, 5], pad_token_id=None, max_position_embeddings=64)
 VERIFIER = Verifier("org/target", ("LlamaForCausalLM",))
 FACTS = {"seed": 3, "target": {"name": "org/target"}}
 
 
-def save(folder: Path, config: DraftConfig, dtype: torch.dtype = torch.float32) -> Path:
+def save(folder: Path, config: DSparkConfig, dtype: torch.dtype = torch.float32) -> Path:
     """A small drafter in the published layout; of a reduced vocabulary it keeps the even ids."""
     drafter = small_drafter(config)
     if config.draft_vocab < config.vocab:
@@ -30,7 +30,14 @@ def save(folder: Path, config: DraftConfig, dtype: torch.dtype = torch.float32) 
     return folder
 
 
-def convert(source: Path, out: Path, name: str, config: DraftConfig | None = None) -> Path:
+def save_eagle3(folder: Path, config: Eagle3Config = SMALL_EAGLE3) -> Path:
+    """A small EAGLE-3 drafter in the published layout."""
+    state = small_eagle3(config).state_dict()
+    save_drafter(folder, state, config, small_vocabulary(config), TARGET, None, torch.float32, FACTS)
+    return folder
+
+
+def convert(source: Path, out: Path, name: str, config: DSparkConfig | None = None) -> Path:
     """Exports a folder; `config` names the target whose embedding and head complete it."""
     found = read_checkpoint(source)
     check_expressible(found, name)

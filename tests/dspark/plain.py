@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark.model.config import DraftConfig
-from dspark.model.drafter import Drafter
+from dspark.model.config import DraftConfig, DSparkConfig
+from dspark.model.kinds import AnyDrafter
 from dspark.model.vocabulary import Vocabulary
 from dspark.training.batch import Batch
 
@@ -29,7 +29,7 @@ class PlainBlock:
     hidden_KH: Tensor
 
 
-def weights_of(drafter: Drafter, vocabulary: Vocabulary) -> dict[str, Tensor]:
+def weights_of(drafter: AnyDrafter, vocabulary: Vocabulary) -> dict[str, Tensor]:
     """All weights under the published names, in float64, ready for gradients."""
     tensors = {
         **drafter.state_dict(),
@@ -40,7 +40,7 @@ def weights_of(drafter: Drafter, vocabulary: Vocabulary) -> dict[str, Tensor]:
 
 
 def plain_blocks(
-    weights: Weights, config: DraftConfig, batch: Batch, anchors: Sequence[Iterable[int]]
+    weights: Weights, config: DSparkConfig, batch: Batch, anchors: Sequence[Iterable[int]]
 ) -> list[PlainBlock]:
     """Every block of a batch, row by row."""
     return [
@@ -78,21 +78,21 @@ def plain_losses(blocks: Sequence[PlainBlock], gamma: float | None) -> dict[str,
 
 
 def _block(
-    w: Weights, config: DraftConfig, ids: list[int], mask: list[bool], taps: Tensor, final: Tensor, anchor: int
+    w: Weights, config: DSparkConfig, ids: list[int], mask: list[bool], taps: Tensor, final: Tensor, anchor: int
 ) -> PlainBlock:
     count = 0
     while count < config.block and anchor + count + 1 < len(ids) and mask[anchor + count + 1]:
         count += 1
-    context_SH = _norm(taps[:anchor] @ w["fc.weight"].T, w["hidden_norm.weight"], config)
+    context_SH = norm(taps[:anchor] @ w["fc.weight"].T, w["hidden_norm.weight"], config)
     x = w["embed_tokens.weight"][[ids[anchor]] + [config.mask_token_id] * (config.block - 1)]
     for layer in range(config.layers):
         part = {name.removeprefix(f"layers.{layer}."): tensor for name, tensor in w.items()}
-        x = x + _attention(part, config, _norm(x, part["input_layernorm.weight"], config), context_SH)
-        y = _norm(x, part["post_attention_layernorm.weight"], config)
+        x = x + _attention(part, config, norm(x, part["input_layernorm.weight"], config), context_SH)
+        y = norm(x, part["post_attention_layernorm.weight"], config)
         gate = y @ part["mlp.gate_proj.weight"].T
         up = y @ part["mlp.up_proj.weight"].T
         x = x + (gate * gate.sigmoid() * up) @ part["mlp.down_proj.weight"].T
-    hidden_KH = _norm(x, w["norm.weight"], config)
+    hidden_KH = norm(x, w["norm.weight"], config)
     draft = hidden_KH[:count] @ w["lm_head.weight"].T
     confidence_input = hidden_KH[:count]
     if config.markov_rank:
@@ -107,11 +107,12 @@ def _block(
     return PlainBlock(ids[anchor + 1 : anchor + 1 + count], draft, target, confidence, hidden_KH)
 
 
-def _norm(x: Tensor, weight: Tensor, config: DraftConfig) -> Tensor:
+def norm(x: Tensor, weight: Tensor, config: DraftConfig) -> Tensor:
+    """Root-mean-square norm over the last dimension."""
     return weight * x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
 
 
-def _rotate(x: Tensor, first: int, theta: float) -> Tensor:
+def rotate(x: Tensor, first: int, theta: float) -> Tensor:
     """Heads [positions, N, D] turned pair by pair: entry i with entry i + D/2."""
     half = x.shape[-1] // 2
     angle = torch.arange(first, first + len(x))[:, None, None] * theta ** (-torch.arange(half).double() / half)
@@ -119,15 +120,15 @@ def _rotate(x: Tensor, first: int, theta: float) -> Tensor:
     return torch.cat((left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()), dim=-1)
 
 
-def _attention(w: Weights, config: DraftConfig, x: Tensor, context: Tensor) -> Tensor:
+def _attention(w: Weights, config: DSparkConfig, x: Tensor, context: Tensor) -> Tensor:
     theta, anchor = config.rope["rope_theta"], len(context)
 
     def heads(name: str, states: Tensor) -> Tensor:
         return (states @ w[f"self_attn.{name}_proj.weight"].T).view(len(states), -1, config.head_dim)
 
     both = torch.cat((context, x))
-    queries = _rotate(_norm(heads("q", x), w["self_attn.q_norm.weight"], config), anchor, theta)
-    keys = _rotate(_norm(heads("k", both), w["self_attn.k_norm.weight"], config), 0, theta)
+    queries = rotate(norm(heads("q", x), w["self_attn.q_norm.weight"], config), anchor, theta)
+    keys = rotate(norm(heads("k", both), w["self_attn.k_norm.weight"], config), 0, theta)
     values = heads("v", both)
     mixed = []
     for head in range(config.heads):
@@ -137,7 +138,7 @@ def _attention(w: Weights, config: DraftConfig, x: Tensor, context: Tensor) -> T
     return torch.cat(mixed, dim=-1) @ w["self_attn.o_proj.weight"].T
 
 
-def _markov(w: Weights, config: DraftConfig, e: Tensor, h: Tensor) -> Tensor:
+def _markov(w: Weights, config: DSparkConfig, e: Tensor, h: Tensor) -> Tensor:
     if config.markov_head == "vanilla":
         return e
     if config.markov_head == "gated":

@@ -1,20 +1,22 @@
 """Small drafters, vocabularies and batches for tests; every weight is random, so that nothing hides behind a zero."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
-from dspark.model.config import DraftConfig
+from dspark.model.config import DraftConfig, DSparkConfig, Eagle3Config
 from dspark.model.drafter import Drafter
+from dspark.model.eagle3 import Eagle3Drafter
 from dspark.model.vocabulary import Vocabulary
 from dspark.training.batch import Batch
 from dspark.training.blocks import Blocks, make_blocks
 
-SMALL = DraftConfig(
+SMALL = DSparkConfig(
     hidden=16,
     intermediate=24,
     heads=4,
@@ -35,6 +37,12 @@ SMALL = DraftConfig(
     confidence=True,
     confidence_with_markov=True,
 )
+SMALL_EAGLE3 = Eagle3Config(
+    **{field.name: getattr(SMALL, field.name) for field in fields(DraftConfig)} | {"layers": 1, "block": 3},
+    target_name="small",
+    ttt_length=4,
+    step_loss_decay=0.5,
+)
 # Every head that a drafter may have.
 HEADS: dict[str, dict[str, Any]] = {
     "vanilla": {"markov_head": "vanilla"},
@@ -45,19 +53,30 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-def small_config(head: str = "vanilla", **changes: Any) -> DraftConfig:
+def small_config(head: str = "vanilla", **changes: Any) -> DSparkConfig:
     """A config with one of `HEADS`, and further fields changed."""
     return replace(SMALL, **{**HEADS[head], **changes})
 
 
-def small_drafter(config: DraftConfig, seed: int = 0) -> Drafter:
+def small_drafter(config: DSparkConfig, seed: int = 0) -> Drafter:
     """A drafter with random weights, norms and biases too."""
-    generator = torch.Generator().manual_seed(seed)
     drafter = Drafter(config)
-    for parameter in drafter.parameters():
+    _shake(drafter, seed)
+    return drafter
+
+
+def small_eagle3(config: Eagle3Config = SMALL_EAGLE3, seed: int = 0) -> Eagle3Drafter:
+    """An EAGLE-3 drafter with random weights and norms."""
+    drafter = Eagle3Drafter(config)
+    _shake(drafter, seed)
+    return drafter
+
+
+def _shake(module: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.3
         parameter.data = noise + (1 if parameter.ndim == 1 else 0)
-    return drafter
 
 
 def small_vocabulary(config: DraftConfig, seed: int = 1) -> Vocabulary:
@@ -90,7 +109,7 @@ def positions(*rows: Sequence[int]) -> list[NDArray[np.int64]]:
 
 
 def small_blocks(
-    config: DraftConfig, batch: Batch, anchors: Sequence[NDArray[np.int64]], gamma: float | None = 4.0
+    config: DSparkConfig, batch: Batch, anchors: Sequence[NDArray[np.int64]], gamma: float | None = 4.0
 ) -> Blocks:
     """Blocks of the config's size."""
     return make_blocks(batch.input_ids_BS, batch.loss_mask_BS, anchors, config.block, gamma)

@@ -148,6 +148,52 @@ def test_settings_that_contradict_each_other_are_refused(preset: Path, override:
     assert message in fault(preset, *override.split())
 
 
+EAGLE3 = PRESET.replace("mask_token_id: 7", "kind: eagle3")
+
+
+def test_a_kind_has_its_own_keys_and_a_dump_shows_no_others(preset: Path) -> None:
+    preset.write_text(EAGLE3, encoding="utf-8")
+    settings = load_settings(preset, ["eagle3.ttt_length=5", "drafter.block=4"])
+    assert (settings.eagle3.ttt_length, settings.eagle3.step_loss_decay, settings.drafter.block) == (5, 0.8, 4)
+    values = settings.model_dump(mode="json")
+    assert "loss" not in values and not {"anchors", "pack_tokens"} & values["train"].keys()
+    assert values["drafter"].keys() == {"kind", "block", "taps", "family", "start_from", "vocab"}
+    assert values["eagle3"]["ttt_length"] == 5
+    preset.write_text(PRESET, encoding="utf-8")
+    other = load_settings(preset, []).model_dump(mode="json")
+    assert "eagle3" not in other and "loss" in other and "markov_rank" in other["drafter"]
+
+
+def test_dumped_settings_of_eagle3_are_read_back_equal(preset: Path, tmp_path: Path) -> None:
+    preset.write_text(EAGLE3, encoding="utf-8")
+    settings = load_settings(preset, ["eagle3.mask_alignment=published"])
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(dump_settings(settings), encoding="utf-8")
+    assert load_settings(copy, []) == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "message"),
+    [
+        (PRESET, "eagle3.ttt_length=3", "drafter.kind=dspark has no eagle3: leave them out"),
+        (PRESET, "drafter.kind=eagle3", "drafter.kind=eagle3 has no drafter.mask_token_id: leave them out"),
+        (EAGLE3, "drafter.layers=1", "has no drafter.layers"),
+        (EAGLE3, "drafter.markov_rank=0", "has no drafter.markov_rank"),
+        (EAGLE3, "drafter.init=random", "has no drafter.init"),
+        (EAGLE3, "loss.l1=0.9", "has no loss"),
+        (EAGLE3, "train.anchors=512", "has no train.anchors"),
+        (EAGLE3, "train.pack_tokens=null", "has no train.pack_tokens"),
+        (EAGLE3, "eagle3.step_loss_decay=0", "eagle3.step_loss_decay: found 0"),
+        (EAGLE3, "drafter.kind=medusa", "drafter.kind: found"),
+    ],
+)
+def test_what_a_kind_has_no_use_for_is_refused_whatever_its_value(
+    preset: Path, text: str, override: str, message: str
+) -> None:
+    preset.write_text(text, encoding="utf-8")
+    assert message in fault(preset, override)
+
+
 def test_all_faults_are_listed_in_one_error(preset: Path) -> None:
     message = fault(preset, "train.lr=fast", "sed=1", "drafter.block=0")
     assert "has 3 faults" in message

@@ -22,7 +22,7 @@ from dspark.model.drafter import new_drafter
 from dspark.target import load_config, load_vocabulary
 from jobs.cli import app
 from jobs.export import export
-from tests.dspark.folders import edited
+from tests.dspark.folders import edited, save_eagle3
 from tests.tiny import MASK_ID
 
 
@@ -77,6 +77,19 @@ def test_the_target_is_named_by_the_checkpoint_or_by_the_user(tmp_path: Path, ti
     ):
         named = json.loads((out / "config.json").read_text())["speculators_config"]["verifier"]
         assert named == {"name_or_path": str(tiny_target), "architectures": ["LlamaForCausalLM"]}
+
+
+def test_an_eagle3_drafter_is_exported_in_the_published_layout_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = save_eagle3(tmp_path / "source")
+    with pytest.raises(InputError, match="the layout speculators holds drafters of the kind dspark alone"):
+        write(source, tmp_path / "out", "speculators")
+    assert not (tmp_path / "out").exists()
+    out = write(source, tmp_path / "out", "deepspec")
+    assert same(out, source)
+    assert "EAGLE-3, block 3" in " ".join(capsys.readouterr().out.split())
+    assert "EAGLE-3" in (out / "README.md").read_text()
 
 
 def test_another_target_is_refused(tmp_path: Path, tiny_target: Path) -> None:

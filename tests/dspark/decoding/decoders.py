@@ -1,6 +1,7 @@
 """Tiny targets, drafters and requests that the tests of the decoding engine share."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,13 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from dspark.config import DrafterSettings, LossSettings, TargetSettings
+from dspark.config import DrafterSettings, Eagle3Settings, LossSettings, TargetSettings
 from dspark.decoding.engine import Engine, Generation, Request, Sampling
-from dspark.model.config import draft_config
+from dspark.model.config import DraftConfig, Eagle3Config, draft_config
 from dspark.model.drafter import Drafter, new_drafter
+from dspark.model.eagle3 import Eagle3Drafter, new_eagle3_drafter
 from dspark.target import Target, load_target
 from dspark.training.batch import Batch
 from dspark.training.blocks import make_blocks
+from dspark.training.chains import chain_anchors, make_chains
+from dspark.training.eagle3 import Eagle3Objective
 from dspark.training.objective import DraftObjective, step_weight
 from tests.tiny import MASK_ID, tiny_model, tiny_target_folder, tiny_tokenizer
 
@@ -63,6 +67,19 @@ def random_drafter(target: Target, head: str, taps: tuple[int, ...] = TAPS, mask
     return drafter.eval()
 
 
+def random_eagle3(target: Target, taps: tuple[int, ...] = TAPS, reduced: bool = False) -> Eagle3Drafter:
+    """Untrained, its weights as wide as those of `random_drafter`."""
+    blocks = random_drafter(target, "reduced" if reduced else "none", taps, target.vocab_size - 1)
+    sizes = {field.name: getattr(blocks.config, field.name) for field in fields(DraftConfig)} | {"layers": 1}
+    config = Eagle3Config(**sizes, target_name="tiny", ttt_length=BLOCK, step_loss_decay=0.8)
+    drafter = new_eagle3_drafter(config, seed=1, kept=blocks.kept)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in drafter.parameters():
+        if parameter.ndim == 2:
+            parameter.data.normal_(std=0.3, generator=generator)
+    return drafter.eval()
+
+
 def requests(target: Target, count: int, new: int, sampling: Sampling | None = None) -> list[Request]:
     """Prompts of 1, 4, 7, ... tokens."""
     generator = torch.Generator().manual_seed(3)
@@ -97,16 +114,22 @@ def text_batch(target: Target, ids: Sequence[int]) -> Batch:
 
 
 @cache
-def trained_drafter() -> Drafter:
-    """Trained for 60 steps on the target's own greedy texts, long enough to guess many of their tokens."""
+def greedy_texts() -> list[Batch]:
+    """The target's own greedy texts, each a batch."""
     target = tiny_target()
-    drafter = random_drafter(target, "vanilla").train()
-    texts = [
+    return [
         text_batch(target, [*request.prompt, *generation.tokens])
         for request, generation in zip(
             requests(target, 4, 40), Engine(target, None, 4, 100).generate(requests(target, 4, 40)), strict=True
         )
     ]
+
+
+@cache
+def trained_drafter() -> Drafter:
+    """Trained for 60 steps on the target's own greedy texts, long enough to guess many of their tokens."""
+    target = tiny_target()
+    drafter, texts = random_drafter(target, "vanilla").train(), greedy_texts()
     objective = DraftObjective(drafter, LossSettings(ce=1.0, l1=0.0))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
     for step in range(60):
@@ -114,6 +137,23 @@ def trained_drafter() -> Drafter:
         anchors = [np.arange(batch.input_ids_BS.shape[1] - 1)]
         blocks = make_blocks(batch.input_ids_BS, batch.loss_mask_BS, anchors, BLOCK, gamma=None)
         objective(target.vocabulary, batch, blocks, step_weight(blocks)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return drafter.eval()
+
+
+@cache
+def trained_eagle3() -> Eagle3Drafter:
+    """Trained on the same texts for 90 steps."""
+    target, settings = tiny_target(), Eagle3Settings(ttt_length=BLOCK)
+    drafter, texts = random_eagle3(target).train(), greedy_texts()
+    objective = Eagle3Objective(drafter)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-2)
+    for step in range(90):
+        batch = texts[step % len(texts)]
+        mask = batch.loss_mask_BS[0].numpy().astype(np.uint8)
+        chains = make_chains(batch, [chain_anchors(mask, settings)], [len(mask)], settings)
+        objective(target.vocabulary, batch, chains, chains.divisor).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return drafter.eval()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dspark.decoding.proposer import Proposer
 from dspark.decoding.sampling import Sampler
-from dspark.model.config import DraftConfig
+from dspark.model.config import DSparkConfig
 from dspark.model.vocabulary import Vocabulary
 from dspark.training.blocks import make_blocks
 from dspark.training.objective import draft_logits, run_drafter
@@ -20,7 +20,7 @@ from tests.dspark.small import HEADS, positions, small_batch, small_config, smal
 
 LENGTHS = (10, 8)
 ANCHORS = ([1, 4, 5], [2, 3])  # far enough from the end that each block lies in its text
-FORMS: dict[str, DraftConfig] = {
+FORMS: dict[str, DSparkConfig] = {
     **{head: small_config(head) for head in HEADS},
     "reduced": replace(small_config("gated"), draft_vocab=20),
     **{f"{head}_state_alone": small_config(head, confidence_with_markov=False) for head in ("vanilla", "gated", "rnn")},
@@ -65,7 +65,8 @@ def test_a_training_pass_over_packed_texts_equals_decoding_at_each_anchor(form: 
         ids = batch.input_ids_BS[0, start : start + length].tolist()
         taps = batch.taps_BSLH[0, start : start + length]
         for anchor in anchors:
-            proposer.observe(torch.zeros(anchor, dtype=torch.int64), torch.arange(anchor), taps[:anchor])
+            rows, following = torch.zeros(anchor, dtype=torch.int64), torch.tensor(ids[1 : anchor + 1])
+            proposer.observe(rows, torch.arange(anchor), taps[:anchor], following)
             reader = Reader(ids[anchor + 1 :], [])
             proposal = proposer.propose(torch.tensor([ids[anchor]]), [anchor], config.block, reader)
             torch.testing.assert_close(torch.cat(reader.shown), trained_AKD[block], rtol=0, atol=2e-5)

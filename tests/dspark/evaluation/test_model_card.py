@@ -8,7 +8,7 @@ import yaml
 from dspark.evaluation.metrics import DEFINITIONS, PromptResult
 from dspark.evaluation.model_card import CardData, Licences, model_card
 from dspark.evaluation.report import result_json
-from tests.dspark.small import small_config
+from tests.dspark.small import SMALL_EAGLE3, small_config
 
 FACTS = {
     "target": {"name": "org/target", "revision": "main", "fingerprint": "abc"},
@@ -117,3 +117,12 @@ def test_no_text_leaves_its_cell_or_its_fence() -> None:
     card = model_card(replace(FULL, licences=Licences(data=hostile), settings={"x": "```\n# heading"}))
     assert "| the data | a \\| b # heading ''' &lt;script> |" in card.splitlines()
     assert card.count("```") == 2
+
+
+def test_the_card_of_an_eagle3_drafter_says_how_it_proposes_and_was_trained() -> None:
+    facts = {**FACTS, "loss": {"ttt_length": 4, "normaliser": "sequences"}}
+    card = model_card(replace(FULL, config=SMALL_EAGLE3, facts=facts))
+    found = cells(card)
+    assert (found["chained steps in training"], found["eagle3.normaliser"]) == ("4", "sequences")
+    assert "EAGLE-3. It proposes up to 3 tokens one after the other" in card and "in one pass" not in card
+    assert not {"mask token id", "Markov head", "confidence head"} & found.keys()

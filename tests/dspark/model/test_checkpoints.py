@@ -16,7 +16,8 @@ from transformers import AutoConfig, LlamaConfig
 from dspark.errors import InputError
 from dspark.model import checkpoints
 from dspark.model.checkpoints import LoadedDrafter, load_drafter, save_drafter
-from dspark.model.config import DraftConfig
+from dspark.model.config import DSparkConfig
+from dspark.model.drafter import Drafter
 from dspark.model.layout import config_from_json
 from dspark.model.vocabulary import Vocabulary
 from dspark.training.objective import draft_logits, run_drafter
@@ -37,7 +38,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_pos
 
 
 def save(
-    folder: Path, config: DraftConfig, dtype: torch.dtype = torch.float32, vocabulary: Vocabulary | None = None
+    folder: Path, config: DSparkConfig, dtype: torch.dtype = torch.float32, vocabulary: Vocabulary | None = None
 ) -> Mapping[str, Tensor]:
     """Saves a small drafter and returns its state."""
     state = small_drafter(config).state_dict()
@@ -82,6 +83,7 @@ def test_a_loaded_drafter_gives_the_logits_and_confidences_of_the_saved_one(tmp_
     config = small_config(head, rope=YARN)
     save(tmp_path / "drafter", config)
     loaded = load(tmp_path / "drafter")
+    assert isinstance(loaded.drafter, Drafter)
     batch = small_batch(config, [[1] * 9])
     blocks = small_blocks(config, batch, positions([0, 4]))
     found = []

@@ -1,13 +1,15 @@
 """The drafter's configuration: what it takes from a target, and which settings a target refuses."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import Gemma4TextConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from dspark.config import DrafterSettings
+from dspark.config import DataSettings, DrafterSettings, Eagle3Settings, Settings, TargetSettings
 from dspark.errors import InputError
-from dspark.model.config import DraftConfig, check_mask_token, draft_config
+from dspark.model.config import DSparkConfig, Eagle3Config, check_mask_token, draft_config, drafter_config
+from dspark.model.families import QWEN3_FORM
 
 
 def target(**changes: Any) -> Qwen3Config:
@@ -26,7 +28,7 @@ def settings(**changes: Any) -> DrafterSettings:
 
 def test_sizes_come_from_the_target_and_choices_from_the_settings() -> None:
     found = draft_config(target(), settings(markov_rank=8, markov_head="rnn", confidence_with_markov=False))
-    assert found == DraftConfig(
+    assert found == DSparkConfig(
         hidden=32,
         intermediate=48,
         heads=4,
@@ -85,3 +87,35 @@ def test_a_single_end_token_and_missing_ids_are_understood() -> None:
     check_mask_token(99, plain)
     with pytest.raises(InputError, match="eos token"):
         check_mask_token(7, plain)
+
+
+def eagle3_settings(**drafter: Any) -> Settings:
+    return Settings(
+        name="small",
+        target=TargetSettings(model="org/target"),
+        data=DataSettings(conversations=Path("none"), held_out=Path("none")),
+        drafter=DrafterSettings(kind="eagle3", taps=(-1, 2, 4), block=5, **drafter),
+        eagle3=Eagle3Settings(ttt_length=3),
+    )
+
+
+@pytest.mark.parametrize("family", [None, "qwen3"])
+@pytest.mark.parametrize("of", [target(), LlamaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=6)])
+def test_an_eagle3_layer_has_the_sizes_of_its_target_and_the_qwen3_form(of: PreTrainedConfig, family: Any) -> None:
+    found = drafter_config(of, eagle3_settings(family=family, vocab=50))
+    assert isinstance(found, Eagle3Config)
+    assert (found.form, found.layers, found.hidden, found.draft_vocab) == (QWEN3_FORM, 1, 32, 50)
+    assert (found.taps, found.block, found.target_name) == ((-1, 2, 4), 5, "org/target")
+    assert (found.ttt_length, found.step_loss_decay) == (3, 0.8)
+
+
+def test_an_eagle3_layer_of_another_form_is_refused() -> None:
+    llama = LlamaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=6)
+    with pytest.raises(InputError, match=r"drafter\.kind=eagle3 .*the form llama: set drafter\.family=qwen3"):
+        drafter_config(llama, eagle3_settings(family="llama"))
+    gemma4 = Gemma4TextConfig(vocab_size=100, num_hidden_layers=6, hidden_size_per_layer_input=0)
+    for family in (None, "gemma4"):
+        with pytest.raises(InputError, match=r"drafter\.kind=eagle3 .*the form gemma4: set drafter\.kind=dspark"):
+            drafter_config(gemma4, eagle3_settings(family=family))
+    with pytest.raises(InputError, match=r"drafter\.family=gemma4 does not fit a target of the family qwen3"):
+        drafter_config(target(), eagle3_settings(family="gemma4"))

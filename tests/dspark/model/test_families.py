@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from dspark.config import DrafterSettings
 from dspark.errors import InputError
-from dspark.model.config import DraftConfig, draft_config
+from dspark.model.config import DSparkConfig, draft_config
 from dspark.model.families import FAMILIES, GEMMA4_FORM, LLAMA_FORM, QWEN3_FORM, family_of, window
 from dspark.model.layers import DraftLayer, RMSNorm, RotaryTable
 from dspark.model.vocabulary import Vocabulary
@@ -38,13 +38,13 @@ def settings(**changes: Any) -> DrafterSettings:
     return DrafterSettings(**{"layers": 1, "taps": (1, 3), "mask_token_id": 29, "markov_rank": 4, **changes})
 
 
-def draft_layer(config: DraftConfig) -> DraftLayer:
+def draft_layer(config: DSparkConfig) -> DraftLayer:
     layer = small_drafter(config).layers[0]
     assert isinstance(layer, DraftLayer)
     return layer
 
 
-def assert_rows_of_a_sequence_come_out_the_same(layer: DraftLayer, config: DraftConfig, twin: nn.Module) -> None:
+def assert_rows_of_a_sequence_come_out_the_same(layer: DraftLayer, config: DSparkConfig, twin: nn.Module) -> None:
     """Fed what the target's layer reads, the block of the last four rows over a context of five gives its output."""
     twin.load_state_dict(layer.state_dict(), strict=True)
     x = torch.randn(1, 9, config.hidden, generator=torch.Generator().manual_seed(3))

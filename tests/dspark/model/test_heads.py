@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, tensor
 
-from dspark.model.config import DraftConfig
+from dspark.model.config import DSparkConfig
 from dspark.model.heads import ConfidenceHead, MarkovHead
 from tests.dspark.small import small_config, small_drafter
 
@@ -19,7 +19,7 @@ def head_of(kind: str) -> MarkovHead:
     return head
 
 
-def tiny_config(kind: str) -> DraftConfig:
+def tiny_config(kind: str) -> DSparkConfig:
     return small_config(kind, hidden=1, markov_rank=1, vocab=2, draft_vocab=2)
 
 
@@ -94,7 +94,7 @@ def block_inputs(head: MarkovHead, blocks: int, slots: int) -> tuple[Tensor, Ten
     return tokens, h, head.embed(tokens).detach()
 
 
-def confidence(config: DraftConfig, weight: list[float]) -> ConfidenceHead:
+def confidence(config: DSparkConfig, weight: list[float]) -> ConfidenceHead:
     head = ConfidenceHead(config)
     head.load_state_dict({"proj.weight": tensor([weight]), "proj.bias": tensor([0.5])}, strict=True)
     return head

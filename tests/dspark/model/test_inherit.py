@@ -8,16 +8,18 @@ import pytest
 import torch
 
 from dspark.errors import InputError
-from dspark.model.config import DraftConfig
+from dspark.model.config import DSparkConfig
 from dspark.model.drafter import Drafter, new_drafter
+from dspark.model.eagle3 import new_eagle3_drafter
+from dspark.model.families import LLAMA_FORM
 from dspark.model.inherit import start_from_checkpoint
-from tests.dspark.folders import convert, edited, save, tensors_of
-from tests.dspark.small import small_config
+from tests.dspark.folders import convert, edited, save, save_eagle3, tensors_of
+from tests.dspark.small import SMALL_EAGLE3, small_config
 
 TAPS: dict[str, Any] = {"taps": (0, 2)}
 
 
-def fresh(config: DraftConfig) -> Drafter:
+def fresh(config: DSparkConfig) -> Drafter:
     kept = torch.arange(0, 2 * config.draft_vocab, 2) if config.draft_vocab < config.vocab else None
     return new_drafter(config, 7, kept)
 
@@ -71,6 +73,7 @@ def test_the_block_and_the_type_of_the_weights_may_differ(tmp_path: Path) -> Non
     ("changes", "named"),
     [
         ({"taps": (0, 3)}, r"drafter\.taps is \(0, 3\), the checkpoint has \(0, 2\)"),
+        ({"form": LLAMA_FORM}, r"drafter\.family is llama, the checkpoint has qwen3"),
         ({"layers": 3}, r"drafter\.layers is 3, the checkpoint has 2"),
         ({"mask_token_id": 28}, r"drafter\.mask_token_id is 28, the checkpoint has 29"),
         ({"hidden": 32}, "the target's width is 32"),
@@ -114,3 +117,21 @@ def test_the_target_of_the_run_tells_what_a_file_does_not(tmp_path: Path) -> Non
     drafter = fresh(small_config())
     start_from_checkpoint(drafter, folder)
     assert_started(drafter, tmp_path / "source")
+
+
+def test_an_eagle3_drafter_starts_from_another_whatever_its_steps_and_its_block(tmp_path: Path) -> None:
+    source = save_eagle3(tmp_path / "source")
+    drafter = new_eagle3_drafter(replace(SMALL_EAGLE3, block=5, ttt_length=2, step_loss_decay=1.0), 7)
+    start_from_checkpoint(drafter, source)
+    theirs = tensors_of(source)
+    assert all(torch.equal(value, theirs[name]) for name, value in drafter.state_dict().items())
+    with pytest.raises(InputError, match=r"drafter\.taps is \(0, 3\), the checkpoint has \(-1, 2\)"):
+        start_from_checkpoint(new_eagle3_drafter(replace(SMALL_EAGLE3, taps=(0, 3)), 7), source)
+
+
+def test_a_drafter_of_another_kind_is_no_start(tmp_path: Path) -> None:
+    blocks, chains = save(tmp_path / "blocks", small_config()), save_eagle3(tmp_path / "chains")
+    with pytest.raises(InputError, match=r"drafter\.start_from=.*is of another kind \(EAGLE-3, .*change drafter\.kind"):
+        start_from_checkpoint(fresh(small_config()), chains)
+    with pytest.raises(InputError, match=r"drafter\.start_from=.*is of another kind \(DSpark, .*change drafter\.kind"):
+        start_from_checkpoint(new_eagle3_drafter(SMALL_EAGLE3, 7), blocks)

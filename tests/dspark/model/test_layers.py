@@ -11,7 +11,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 
 from dspark.config import DrafterSettings
 from dspark.errors import InputError
-from dspark.model.config import DraftConfig, draft_config
+from dspark.model.config import DSparkConfig, draft_config
 from dspark.model.drafter import Drafter
 from dspark.model.layers import DraftLayer, KeyValues, RMSNorm, RotaryTable
 from tests.dspark.small import small_config, small_drafter
@@ -52,7 +52,7 @@ def qwen3(rope: str = "default") -> Qwen3Config:
     )
 
 
-def config_for(target: Qwen3Config) -> DraftConfig:
+def config_for(target: Qwen3Config) -> DSparkConfig:
     return draft_config(target, DrafterSettings(layers=1, taps=(1, 3), mask_token_id=29, markov_rank=4))
 
 

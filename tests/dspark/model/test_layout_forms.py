@@ -22,7 +22,7 @@ from transformers import (
 from dspark.config import DrafterSettings
 from dspark.errors import InputError
 from dspark.model.checkpoints import load_drafter, save_drafter
-from dspark.model.config import DraftConfig, draft_config
+from dspark.model.config import DSparkConfig, draft_config
 from dspark.model.families import GEMMA4_FORM, LLAMA_FORM
 from dspark.model.layout import check_servable, config_from_json, config_to_json, extra_keys
 from dspark.model.vocabulary import Vocabulary
@@ -45,7 +45,7 @@ TARGETS: dict[str, PreTrainedConfig] = {
 }
 
 
-def drafter_of(target: PreTrainedConfig, **changes: Any) -> DraftConfig:
+def drafter_of(target: PreTrainedConfig, **changes: Any) -> DSparkConfig:
     settings = {"layers": 2, "block": 3, "taps": (-1, 3), "mask_token_id": 29, "markov_rank": 4, **changes}
     return draft_config(target.get_text_config(), DrafterSettings(**settings))
 

@@ -13,7 +13,7 @@ from dspark.config import DataSettings, DrafterSettings, LossSettings, Settings,
 from dspark.data.captures import Origin, encode
 from dspark.data.plan import Plan
 from dspark.data.render import Sample
-from dspark.model.config import DraftConfig
+from dspark.model.config import DraftConfig, DSparkConfig
 from dspark.training.share import Share, make_share
 
 
@@ -37,7 +37,7 @@ def captured(
     return encode(Origin("t", "local", "f", "r", config.taps, config.hidden, "fp32"), samples, taps, final)
 
 
-def settings_of(config: DraftConfig, loss: LossSettings | None = None, max_length: int = 16, **train: Any) -> Settings:
+def settings_of(config: DSparkConfig, loss: LossSettings | None = None, max_length: int = 16, **train: Any) -> Settings:
     """Settings for a drafter of this form; `train` are keys of that section."""
     head = {"markov_rank": config.markov_rank, "markov_head": config.markov_head, "confidence": config.confidence}
     return Settings(

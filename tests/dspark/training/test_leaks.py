@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark.model.config import DraftConfig
+from dspark.model.config import DSparkConfig
 from dspark.training.batch import Batch
 from dspark.training.blocks import Blocks, block_inputs, make_blocks, visibility
 from dspark.training.means import stack_means
@@ -26,20 +26,20 @@ LENGTH, BLOCK = 11, 3
 Slot = tuple[int, int, int]  # row, block, slot
 
 
-def example(config: DraftConfig) -> tuple[Batch, Blocks]:
+def example(config: DSparkConfig) -> tuple[Batch, Blocks]:
     """Two rows of eleven columns: documents of 5 and 6 tokens, and a single document; all of it supervised."""
     starts = torch.tensor(STARTS)
     batch = replace(small_batch(config, [[1] * 11, [1] * 11]), packed_starts_BS=starts)
     return batch, blocks_of(config, batch)
 
 
-def blocks_of(config: DraftConfig, batch: Batch) -> Blocks:
+def blocks_of(config: DSparkConfig, batch: Batch) -> Blocks:
     return make_blocks(
         batch.input_ids_BS, batch.loss_mask_BS, positions(*ANCHORS), config.block, None, batch.packed_starts_BS
     )
 
 
-def outputs(config: DraftConfig, batch: Batch, blocks: Blocks) -> tuple[Tensor, Tensor]:
+def outputs(config: DSparkConfig, batch: Batch, blocks: Blocks) -> tuple[Tensor, Tensor]:
     """Draft logits [B, A, K, V] and confidences [B, A, K] of all slots, zeros where there is no confidence head."""
     with torch.no_grad():
         vocabulary, drafter = small_vocabulary(config), small_drafter(config)

@@ -89,7 +89,7 @@ def test_acceptance_metrics_of_two_blocks_of_two_slots() -> None:
     blocks = small_blocks(config, batch, positions([0, 2]))
     assert blocks.valid_BAK.tolist() == [[[True, True], [True, False]]]
 
-    means = acceptance_means(blocks, tensor([0.5, 0.4, 0.8]), tensor([True, False, True]))
+    means = acceptance_means(blocks.valid_BAK, tensor([0.5, 0.4, 0.8]), tensor([True, False, True]))
 
     assert values_of(list(means), stack_means(means)) == pytest.approx(
         {
@@ -123,8 +123,11 @@ def test_confidence_metrics_of_two_blocks_of_two_slots() -> None:
 def test_a_dummy_block_counts_in_no_metric() -> None:
     config = small_config(block=2)
     lonely, pair = [[1, 1, 1]], [[1, 1, 1], [0, 1, 1]]
-    few = acceptance_means(small_blocks(config, small_batch(config, lonely), positions([0])), *_accepts(2))
-    padded = acceptance_means(small_blocks(config, small_batch(config, pair), positions([0], [])), *_accepts(2))
+    both = (
+        small_blocks(config, small_batch(config, lonely), positions([0])),
+        small_blocks(config, small_batch(config, pair), positions([0], [])),
+    )
+    few, padded = (acceptance_means(blocks.valid_BAK, *_accepts(2)) for blocks in both)
     assert torch.equal(stack_means(few), stack_means(padded))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from dspark.model.config import DraftConfig
+from dspark.model.config import DSparkConfig
 from dspark.training.batch import Batch, Place, collate, pack
 from dspark.training.blocks import make_blocks, visibility
 from dspark.training.means import add_means, stack_means
@@ -79,7 +79,7 @@ def test_neither_labels_nor_tokens_nor_context_of_a_block_cross_a_boundary() -> 
     assert seen[1::3] == seen[::3] == seen[2::3]
 
 
-def losses(config: DraftConfig, share: Share) -> tuple[list[float], Tensor, dict[str, Tensor]]:
+def losses(config: DSparkConfig, share: Share) -> tuple[list[float], Tensor, dict[str, Tensor]]:
     """Loss of each micro-batch over the step's weight, all metrics, and the step's gradients."""
     module = DraftObjective(small_drafter(config), settings_of(config).loss)
     objectives = [
@@ -96,7 +96,7 @@ def losses(config: DraftConfig, share: Share) -> tuple[list[float], Tensor, dict
     )
 
 
-def assert_equal_steps(config: DraftConfig, packed: Share, alone: Share) -> None:
+def assert_equal_steps(config: DSparkConfig, packed: Share, alone: Share) -> None:
     torch.testing.assert_close(packed.weights, alone.weights, rtol=1e-7, atol=0)
     assert packed.tokens == alone.tokens
     found, expected = losses(config, packed), losses(config, alone)

@@ -15,7 +15,7 @@ from transformers import Qwen3Config
 
 from dspark.config import Precision
 from dspark.errors import InputError
-from dspark.model.config import DraftConfig
+from dspark.model.config import DSparkConfig
 from dspark.model.layout import config_to_json
 from dspark.training.reference import BOUNDS, Difference, compare_case
 from tests.dspark.plain import PlainBlock, plain_blocks, plain_losses, weights_of
@@ -28,14 +28,15 @@ ANCHORS = [[1, 2, 3, 7], [0, 4], []]
 
 def write_case(
     folder: Path,
-    config: DraftConfig,
+    config: DSparkConfig,
     alphas: Sequence[float] = (0.1, 0.9, 1.0),
     gamma: str = "4.0",
     anchors: Sequence[Sequence[int]] = ANCHORS,
+    seed: int = 0,
 ) -> Path:
     """A case as the plain float64 formulas have it; unused outputs hold rubbish, dummy blocks stand at position 0."""
     batch = small_batch(config, MASKS)
-    weights = weights_of(small_drafter(config), small_vocabulary(config))
+    weights = weights_of(small_drafter(config, seed), small_vocabulary(config))
     blocks = plain_blocks(weights, config, batch, anchors)
     losses = plain_losses(blocks, float(gamma) if gamma[0].isdigit() and float(gamma) else None)
     total = torch.stack([alpha * losses[name] for alpha, name in zip(alphas, losses, strict=True)]).sum()
@@ -65,7 +66,7 @@ def write_case(
     return folder
 
 
-def _outputs(blocks: Sequence[PlainBlock], keep: Tensor, config: DraftConfig) -> dict[str, Tensor]:
+def _outputs(blocks: Sequence[PlainBlock], keep: Tensor, config: DSparkConfig) -> dict[str, Tensor]:
     shape = (*keep.shape, config.block)
     found = {
         "eval_mask": torch.zeros(shape).byte(),
@@ -307,7 +308,8 @@ def test_the_published_cases_hold_in_bf16_and_only_within_its_bounds(case: str) 
 @pytest.mark.parametrize("head", HEADS)
 def test_cases_of_every_head_hold_in_bf16(tmp_path: Path, head: str) -> None:
     alphas = (0.1, 0.9, 0.0 if head == "none" else 1.0)
-    assert failures(write_case(tmp_path / "case", small_config(head), alphas), "bf16") == []
+    # With the weights of seed 0 the kink of the L1 term lies within rounding: its gradient alone differs by all of it.
+    assert failures(write_case(tmp_path / "case", small_config(head), alphas, seed=1), "bf16") == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""An EAGLE-3 drafter's side of a round: token by token, each draft's state the feature of the next.
+
+taps and following tokens of committed positions --rows--> keys and values, written once
+row of the token before the anchor --layer over the store--> state --norm, head--> draft --its own row--> ... K drafts
+
+Row t of the store joins the feature of position t with token t+1, so it can be written when that token is committed.
+Rows of drafts are written behind them, and over them what verification leaves standing. Shape suffixes as in
+`dspark.decoding.proposer`; R1 one position of each active row.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dspark.decoding.kv import context_store
+from dspark.decoding.proposer import Proposal
+from dspark.decoding.sampling import Sampler
+from dspark.model.eagle3 import Eagle3Drafter
+from dspark.model.layers import KeyValues
+from dspark.model.vocabulary import Vocabulary
+
+
+class ChainProposer:
+    """An EAGLE-3 drafter with the rows of every text that is being decoded."""
+
+    def __init__(self, drafter: Eagle3Drafter, vocabulary: Vocabulary, rows: int) -> None:
+        self.drafter, self.vocabulary = drafter, vocabulary.narrowed(drafter.kept)
+        head = vocabulary.head_VH
+        self.store = context_store(drafter.config, rows, head.device, head.dtype)
+        # Feature of each row's last committed position, from which drafting starts.
+        self.last_RH = torch.zeros(rows, drafter.config.hidden, device=head.device, dtype=head.dtype)
+
+    def observe(self, rows_N: Tensor, positions_N: Tensor, taps_NLH: Tensor, following_N: Tensor) -> None:
+        """Takes in the target's states [N, L*H] of committed tokens, and the committed tokens behind them.
+
+        Positions of a row stand together and ascend.
+        """
+        feature_NH = self.drafter.features(taps_NLH)
+        joined_N2H = self.drafter.join(feature_NH, self.vocabulary.embed(following_N))
+        new = self.drafter.key_values(joined_N2H[None], positions_N[None])
+        self.store.write(0, rows_N[None], positions_N[None], _by_position(new))
+        last_N = torch.ones_like(rows_N, dtype=torch.bool)
+        last_N[:-1] = rows_N[1:] != rows_N[:-1]
+        self.last_RH[rows_N[last_N]] = feature_NH[last_N]
+
+    def propose(self, anchor_ids_R: Tensor, anchors: Sequence[int], slots: int, sampler: Sampler) -> Proposal:
+        """Drafts the `slots` tokens that follow each row's anchor, all of whose earlier positions were observed."""
+        count, longest = len(anchors), max(anchors)
+        first_R1 = torch.tensor(anchors, device=anchor_ids_R.device)[:, None] - 1
+        rows_R = torch.arange(count, device=anchor_ids_R.device)
+        state_R1H, token_R, tokens = self.last_RH[:count, None], anchor_ids_R, []
+        for slot in range(slots):
+            positions_R1 = first_R1 + slot
+            joined_R12H = self.drafter.join(state_R1H, self.vocabulary.embed(token_R[:, None]))
+            if slot:
+                new = self.drafter.key_values(joined_R12H, positions_R1)
+                self.store.write(0, rows_R[:, None], positions_R1, _by_position(new))
+            seen = self.store.view(0, 0, count, longest + slot)
+            visible_R11M = (torch.arange(longest + slot, device=rows_R.device) <= positions_R1)[:, None, None]
+            state_R1H = self.drafter(state_R1H, joined_R12H, positions_R1, seen, visible_R11M)
+            logits_RD = self.vocabulary.draft_logits(self.drafter.norm(state_R1H)[:, 0]).float()
+            token_R = sampler.choose(logits_RD, slot, self.vocabulary)
+            tokens.append(token_R)
+        return Proposal(torch.stack(tokens, dim=1), None)
+
+    def move(self, source: int, to: int, length: int) -> None:
+        """Copies a row of `length` observed positions over another."""
+        self.store.move(source, to, length)
+        self.last_RH[to] = self.last_RH[source]
+
+
+def _by_position(new: KeyValues) -> KeyValues:
+    return KeyValues(new.keys.transpose(1, 2), new.values.transpose(1, 2))

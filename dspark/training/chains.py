@@ -1,0 +1,73 @@
+"""Chains: the rows of a text that an EAGLE-3 drafter learns from, and what each of their steps weighs.
+
+Row t joins the feature of position t with token t+1. Step j of its chain reads token t+1+j and predicts token t+2+j:
+what slot j of a DSpark block with anchor t+1 predicts after the same token (design section 5). So a chain is a block,
+and anchors, labels and metrics are those of blocks. Shape suffixes: B batch, A chains per row of the batch, K steps.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dspark.config import Eagle3Settings
+from dspark.training.batch import Batch
+from dspark.training.blocks import Blocks, make_blocks
+
+
+@dataclass(frozen=True)
+class Chains(Blocks):
+    """Blocks whose slots are chained steps.
+
+    `valid` says which steps decoding asks for, whatever the loss covers. `weights` are those of the loss: the step's
+    decay, over the steps of the sequence's other rows where every sequence weighs the same.
+    """
+
+    divisor: Tensor  # scalar, fp32: what this batch adds to the denominator of the whole optimizer step
+
+
+def chain_anchors(loss_mask: NDArray[np.uint8], settings: Eagle3Settings) -> NDArray[np.int64]:
+    """Anchors t+1 of all rows t that carry loss or are measured at some step, ascending; position 0 has no row."""
+    in_loss = np.append(loss_mask.astype(bool), np.zeros(settings.ttt_length, bool))
+    rows = len(loss_mask) - 1
+    reached = in_loss[1 : rows + 1] & in_loss[2 : rows + 2]
+    if settings.mask_alignment == "published":
+        # Row t counts at step j with token t+j, as long as token t+1+j exists.
+        in_loss[rows] = False
+        for step in range(settings.ttt_length):
+            reached = reached | in_loss[step : step + rows]
+    return np.flatnonzero(reached) + 1
+
+
+def make_chains(
+    batch: Batch, anchors: Sequence[NDArray[np.int64]], lengths: Sequence[int], settings: Eagle3Settings
+) -> Chains:
+    """Chains at the given anchors, one array for each row of the batch, which holds one text each.
+
+    `lengths`: tokens of each row without padding, 0 for one that takes no part. `normaliser: published` divides by
+    their sum; the published code counts padding too, so its loss depends on which rows share a batch.
+    """
+    blocks = make_blocks(batch.input_ids_BS, batch.loss_mask_BS, anchors, settings.ttt_length, gamma=None)
+    device = blocks.anchors_BA.device
+    lengths_B = torch.tensor(lengths, device=device)
+    # An anchor need not be supervised where the mask is unshifted.
+    valid_BAK = blocks.valid_BAK & batch.loss_mask_BS.gather(1, blocks.anchors_BA)[..., None]
+    carries_BAK = valid_BAK
+    if settings.mask_alignment == "published":
+        exists_BAK = blocks.columns_BAK < lengths_B[:, None, None]
+        before_BAK = (blocks.columns_BAK - 1).clamp(min=0, max=batch.loss_mask_BS.shape[1] - 1)
+        in_loss_BAK = batch.loss_mask_BS.gather(1, before_BAK.flatten(1)).view_as(before_BAK)
+        carries_BAK = in_loss_BAK & exists_BAK & blocks.keep_BA[..., None]
+    weights_BAK = carries_BAK * settings.step_loss_decay ** torch.arange(settings.ttt_length, device=device)
+    divisor = lengths_B.sum()
+    if settings.normaliser == "sequences":
+        rows_B1K = carries_BAK.sum(dim=1, keepdim=True)
+        weights_BAK = weights_BAK / rows_B1K.clamp(min=1)
+        divisor = (rows_B1K[..., 0] > 0).sum()
+    given = {field.name: getattr(blocks, field.name) for field in dataclasses.fields(blocks)}
+    changed = {"valid_BAK": valid_BAK, "weights_BAK": weights_BAK.float(), "divisor": divisor.float()}
+    return Chains(**{**given, **changed})
