@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 
 from dspark.training.blocks import make_blocks, visibility
+from dspark.training.eagle3 import visible_rows
 
 DOCS = Path(__file__).parents[1] / "docs"
 TOKENS = ["<user>", "name", "two", "birds", "<answer>", "A", "robin", "and", "a", "wren", "."]
@@ -52,9 +53,27 @@ def draw_blocks() -> None:
     pyplot.close(figure)
 
 
+def draw_chains() -> None:
+    """Three chained EAGLE-3 steps of two rows of a text."""
+    rows = [ANSWER - 1, ANSWER + 1]
+    steps = 3
+    visible = visible_rows(torch.tensor([rows]), len(TOKENS), steps)[0, 0].numpy().astype(int)
+    visible[:, len(TOKENS) :] *= 2
+    columns = TOKENS + [f"step {step}, row {row}" for step in range(1, steps) for row in rows]
+    # Step j sees the columns of the steps up to itself.
+    width = [len(TOKENS) + step * len(rows) for step in range(steps)]
+    grid = np.concatenate([np.where(np.arange(len(columns)) < width[step], visible, 0) for step in range(steps)])
+    names = [f"step {step}, row {row} predicts {TOKENS[row + step + 2]}" for step in range(steps) for row in rows]
+    figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
+    cells(axes, grid, names, columns, "what chained rows see: the target's rows (blue), the drafter's own (orange)")
+    figure.savefig(DOCS / "mask-chains.png", dpi=130)
+    pyplot.close(figure)
+
+
 def main() -> int:
     matplotlib.use("agg")
     draw_blocks()
+    draw_chains()
     return 0
 
 

@@ -35,7 +35,7 @@ def run_chains(drafter: Eagle3Drafter, vocabulary: Vocabulary, batch: Batch, cha
     # The last row of a text has no token behind it, and no chain sees that far.
     joined_BS2H = drafter.join(feature_BSH, vocabulary.embed(batch.input_ids_BS.roll(-1, dims=1)))
     seen = [drafter.key_values(joined_BS2H, batch.positions_BS)]
-    visible_B1AM = _visible(rows_BA, batch.input_ids_BS.shape[1], chains.block)
+    visible_B1AM = visible_rows(rows_BA, batch.input_ids_BS.shape[1], chains.block)
     state, joined = _rows(feature_BSH, rows_BA), _rows(joined_BS2H, rows_BA)
     states = []
     for step in range(chains.block):
@@ -53,7 +53,7 @@ def _rows(values_BSX: Tensor, rows_BA: Tensor) -> Tensor:
     return values_BSX.gather(1, rows_BA[..., None].expand(-1, -1, values_BSX.shape[-1]))
 
 
-def _visible(rows_BA: Tensor, length: int, steps: int) -> Tensor:
+def visible_rows(rows_BA: Tensor, length: int, steps: int) -> Tensor:
     """Mask [B, 1, A, S + (K-1) A]: rows of step 0 up to the own one, then the own row of each later step.
 
     Dense, so a step costs (S + jA) A in place of S A + jA; next to the products with the head that is little.

@@ -67,6 +67,16 @@ def test_targets_differ_in_model_taps_and_mask_token_alone(kind: str) -> None:
     assert all({key for key in first if first[key] != other[key]} <= allowed for other in others)
 
 
+@pytest.mark.parametrize("target", ["qwen3_4b", "qwen3_8b", "qwen3_14b"])
+def test_eagle3_differs_from_dspark_in_its_drafter_and_seed_alone(target: str) -> None:
+    eagle3, dspark = (dotted(settings_of(f"{target}_{kind}").model_dump()) for kind in ("eagle3", "dspark"))
+    assert {key for key in eagle3 if key not in dspark or eagle3[key] != dspark[key]} == {
+        "name", "seed", "drafter.kind", "eagle3.ttt_length", "eagle3.step_loss_decay", "eagle3.mask_alignment",
+        "eagle3.normaliser",
+    }  # fmt: skip
+    assert (eagle3["seed"], eagle3["eagle3.ttt_length"], eagle3["eagle3.step_loss_decay"]) == (0, 7, 0.8)
+
+
 @pytest.mark.parametrize(("target", "layers"), [("qwen3_4b", 36), ("qwen3_8b", 36), ("qwen3_14b", 40)])
 def test_the_taps_and_the_mask_token_fit_the_target(target: str, layers: int) -> None:
     config = Qwen3Config(num_hidden_layers=layers, vocab_size=151936, eos_token_id=151645, pad_token_id=151643)
