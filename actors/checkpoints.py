@@ -44,15 +44,14 @@ def restore(engine: DeepSpeedEngine, task: TrainTask) -> int:
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return 0
+    done = resumable_steps(checkpoint, task)
     with checkpoint.as_directory() as folder:
-        progress = json.loads((Path(folder) / PROGRESS).read_text())
-        check_identity(progress["identity"], json.loads(json.dumps(task.identity)))
         path, _ = engine.load_checkpoint(folder, tag=TAG)
         if path is None:
             raise InputError(
                 f"checkpoint {checkpoint.path} holds no DeepSpeed state for this rank: start without --resume"
             )
-    return int(progress["step"])
+    return done
 
 
 def check_identity(found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -74,6 +73,20 @@ def newest_checkpoint(storage: Path) -> Checkpoint | None:
     if not (storage / "checkpoint_manager_snapshot.json").exists():
         return None
     return Result.from_path(str(storage)).checkpoint
+
+
+def resumable_steps(checkpoint: Checkpoint | None, task: TrainTask) -> int:
+    """Optimizer steps that a checkpoint of this run holds; 0 for None.
+
+    Raises:
+        InputError: the checkpoint was made with other settings that matter.
+    """
+    if checkpoint is None:
+        return 0
+    with checkpoint.as_directory() as folder:
+        progress = json.loads((Path(folder) / PROGRESS).read_text())
+    check_identity(progress["identity"], json.loads(json.dumps(task.identity)))
+    return int(progress["step"])
 
 
 def finished_steps(checkpoint: Checkpoint | None) -> int:

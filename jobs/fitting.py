@@ -14,7 +14,7 @@ from ray.util.queue import Queue
 from rich.console import Console
 from safetensors.torch import load_file
 
-from actors.checkpoints import DRAFTER, finished_steps, newest_checkpoint
+from actors.checkpoints import DRAFTER, finished_steps, newest_checkpoint, resumable_steps
 from actors.pipelines import capture_options, captured_steps
 from actors.target import BigramActor
 from actors.task import TrainTask
@@ -74,8 +74,10 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
         datasets={"steps": dataset},
         dataset_config=DataConfig(execution_options=capture_options(settings), enable_shard_locality=False),
     )
+    resumable_steps(newest_checkpoint(storage), task)
     with stage(console, "train", plan.steps) as bar, Records(experiment, queue, bar, done) as records:
-        trainer.fit()
+        if done < plan.steps:
+            trainer.fit()
     if records.error is not None:
         raise InputError(records.error)
     _export(experiment, rows)
