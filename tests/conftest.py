@@ -72,7 +72,6 @@ def tiny_preset(folder: Path, target: Path, rows: int = 33, **sections: Any) -> 
             "taps": [0, 2, 4],
             "mask_token_id": MASK_ID,
             "markov_rank": 8,
-            "init": "target",
             "vocab": 200,
         },
         "train": {

@@ -82,11 +82,11 @@ def test_bf16_training_without_sharding_follows_the_fp32_curve(
     assert losses(settings.output) == pytest.approx(expected, rel=0.03)
 
 
-def test_a_drafter_of_all_tokens_that_starts_at_random_begins_elsewhere_and_learns_too(
+def test_a_drafter_of_all_tokens_that_starts_from_the_target_begins_elsewhere_and_learns_too(
     one_rank: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
     preset, expected = one_rank
-    settings = load_settings(preset, [f"output={tmp_path}", "drafter.init=random", "drafter.vocab=null"])
+    settings = load_settings(preset, [f"output={tmp_path}", "drafter.init=target", "drafter.vocab=null"])
     train(settings, None, False)
     curve = losses(settings.output)
     assert curve[0] != pytest.approx(expected[0], rel=1e-2)
