@@ -83,8 +83,7 @@ def resumable_steps(checkpoint: Checkpoint | None, task: TrainTask) -> int:
     """
     if checkpoint is None:
         return 0
-    with checkpoint.as_directory() as folder:
-        progress = json.loads((Path(folder) / PROGRESS).read_text())
+    progress = _progress(checkpoint)
     check_identity(progress["identity"], json.loads(json.dumps(task.identity)))
     return int(progress["step"])
 
@@ -93,5 +92,10 @@ def finished_steps(checkpoint: Checkpoint | None) -> int:
     """Optimizer steps that a checkpoint holds; 0 for None."""
     if checkpoint is None:
         return 0
+    return int(_progress(checkpoint)["step"])
+
+
+def _progress(checkpoint: Checkpoint) -> dict[str, Any]:
     with checkpoint.as_directory() as folder:
-        return int(json.loads((Path(folder) / PROGRESS).read_text())["step"])
+        progress: dict[str, Any] = json.loads((Path(folder) / PROGRESS).read_text())
+    return progress

@@ -20,7 +20,7 @@ class Backbone(nn.Module):
         self.fc = nn.Linear(len(config.taps) * config.hidden, config.hidden, bias=False)
         self.norm = norm_of(config, config.hidden)
         if config.draft_vocab < config.vocab:
-            # In the form that serving engines read: offsets from draft ids to token ids, and which tokens are kept.
+            # Offsets from draft ids to token ids, and which tokens are kept: the form of the EAGLE-3 layouts.
             self.register_buffer("d2t", torch.zeros(config.draft_vocab, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(config.vocab, dtype=torch.bool))
 

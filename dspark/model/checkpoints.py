@@ -51,8 +51,8 @@ def assemble(tensors: Mapping[str, Tensor], config: AnyConfig) -> tuple[AnyDraft
     Raises:
         InputError: names every tensor that is missing, unexpected or of another shape, and maps that contradict.
     """
-    drafter = _blank(config)
     check_tensors(tensors, config)
+    drafter = _blank(config)
     drafter.rotary = RotaryTable(config)
     drafter.load_state_dict({name: tensors[name] for name in drafter.state_dict()}, assign=True)
     vocabulary = Vocabulary(
@@ -88,7 +88,6 @@ def save_drafter(
     Raises:
         InputError: the folder holds something already, or the disk refuses.
     """
-    check_free(folder)
     tensors = {**drafter_state, EMBEDDING: vocabulary.embedding_VH, HEAD: vocabulary.head_VH}
     faults = _shape_faults(tensors, _blank(config))
     assert not faults, faults

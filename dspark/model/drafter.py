@@ -16,7 +16,7 @@ from dspark.model.config import DSparkConfig
 from dspark.model.heads import ConfidenceHead, MarkovHead
 from dspark.model.layers import DraftLayer, KeyValues, norm_of
 
-_MARKOV_STD = 0.5
+MARKOV_STD = 0.5
 
 
 class Drafter(Backbone):
@@ -65,7 +65,7 @@ def new_drafter(config: DSparkConfig, seed: int, kept: Tensor | None = None) -> 
         drafter = Drafter(config)
         drafter.randomise()
         if drafter.markov_head is not None:
-            nn.init.normal_(drafter.markov_head.markov_w1.weight, std=_MARKOV_STD)
+            nn.init.normal_(drafter.markov_head.markov_w1.weight, std=MARKOV_STD)
             nn.init.zeros_(drafter.markov_head.markov_w2.weight)
     if kept is not None:
         drafter.keep(kept)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dspark.config import TargetSettings
 from dspark.errors import InputError
-from dspark.model.drafter import Drafter
+from dspark.model.drafter import MARKOV_STD, Drafter
 from dspark.model.families import family_of
 from dspark.model.layers import DraftLayer
 from dspark.model.vocabulary import Vocabulary
@@ -29,8 +29,6 @@ _OTHER_TAPS = 0.1
 
 # Tokens in one forward of `bigrams_of`; their attention mask grows with the square.
 _TOGETHER = 512
-# Deviation of the columns of W1, as in `new_drafter`.
-_MARKOV_STD = 0.5
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def start_from_bigrams(drafter: Drafter, bigrams: Bigrams, vocabulary: Vocabular
     _, _, directions_HH = torch.linalg.svd(weights_N1.sqrt() * centred_NH, full_matrices=False)
     directions_Hr = directions_HH[: drafter.config.markov_rank].T
     features_Nr = centred_NH @ directions_Hr
-    scale_r = features_Nr.std(0, correction=0).clamp(min=1e-6) / _MARKOV_STD
+    scale_r = features_Nr.std(0, correction=0).clamp(min=1e-6) / MARKOV_STD
     found = directions_Hr.shape[1]
     head.markov_w1.weight.zero_()
     head.markov_w1.weight[bigrams.tokens_N, :found] = (features_Nr / scale_r).to(head.markov_w1.weight)

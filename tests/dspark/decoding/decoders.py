@@ -5,16 +5,19 @@ from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dspark.config import DrafterSettings, Eagle3Settings, LossSettings, TargetSettings
 from dspark.decoding.engine import Engine, Generation, Request, Sampling
+from dspark.decoding.sampling import Place, Sampler, distribution
 from dspark.model.config import DraftConfig, Eagle3Config, draft_config
 from dspark.model.drafter import Drafter, new_drafter
 from dspark.model.eagle3 import Eagle3Drafter, new_eagle3_drafter
+from dspark.model.vocabulary import Vocabulary
 from dspark.target import Target, load_target
 from dspark.training.batch import Batch
 from dspark.training.blocks import make_blocks
@@ -169,3 +172,29 @@ def outcomes(generations: Sequence[Generation]) -> list[Any]:
         (one.tokens, one.drafted, [(round.proposed, round.accepted, round.kept) for round in one.rounds])
         for one in generations
     ]
+
+
+class Recorder(Sampler):
+    """A sampler that remembers the logits and drafts of every round."""
+
+    rounds: ClassVar[list[list[tuple[Tensor, Tensor]]]] = []
+
+    def __init__(self, places: Sequence[Place], device: torch.device) -> None:
+        super().__init__(places, device)
+        self.rounds.append([])
+
+    def choose(self, logits_RD: Tensor, slot: int, vocabulary: Vocabulary) -> Tensor:
+        tokens_R = super().choose(logits_RD, slot, vocabulary)
+        self.rounds[-1].append((logits_RD.clone(), tokens_R))
+        return tokens_R
+
+
+@torch.inference_mode()
+def law_of_three_tokens(target: Target, prompt: tuple[int, int, int], rule: Sampling) -> Tensor:
+    """Probabilities [27] of the three tokens after `prompt`, from a target of three tokens."""
+    texts = torch.cartesian_prod(torch.arange(3), torch.arange(3))
+    final = target.states(torch.cat((torch.tensor(prompt).expand(9, 3), texts), dim=1), ()).final
+    law_93V = distribution(target.vocabulary.logits(final[:, 2:]), rule)
+    first, second, third = law_93V[0, 0], law_93V[::3, 1], law_93V[:, 2]
+    exact: Tensor = (first[:, None, None] * second[:, :, None] * third.view(3, 3, 3)).flatten()
+    return exact

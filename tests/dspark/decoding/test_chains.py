@@ -1,25 +1,21 @@
 """Decoding with an EAGLE-3 drafter: the target's own texts, from drafts that training would have computed."""
 
-from collections.abc import Sequence
-from typing import ClassVar
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from dspark.config import Eagle3Settings
 from dspark.decoding import engine as engine_module
 from dspark.decoding.chains import ChainProposer
 from dspark.decoding.engine import Engine, Request, Sampling
-from dspark.decoding.sampling import Place, Sampler, distribution
-from dspark.model.vocabulary import Vocabulary
 from dspark.training.batch import Batch
 from dspark.training.chains import make_chains
 from dspark.training.eagle3 import run_chains
 from tests.dspark.decoding.decoders import (
     BLOCK,
+    Recorder,
     accepted,
+    law_of_three_tokens,
     outcomes,
     random_eagle3,
     requests,
@@ -58,21 +54,6 @@ def test_a_trained_drafter_is_faster_and_changes_no_token() -> None:
     found = Engine(target, trained_eagle3(), 3, 100).generate(asked)
     assert [one.tokens for one in found] == [one.tokens for one in Engine(target, None, 2, 100).generate(asked)]
     assert accepted(found) > sum(len(one.rounds) for one in found) / 2
-
-
-class Recorder(Sampler):
-    """A sampler that remembers the logits and drafts of every round."""
-
-    rounds: ClassVar[list[list[tuple[Tensor, Tensor]]]] = []
-
-    def __init__(self, places: Sequence[Place], device: torch.device) -> None:
-        super().__init__(places, device)
-        self.rounds.append([])
-
-    def choose(self, logits_RD: Tensor, slot: int, vocabulary: Vocabulary) -> Tensor:
-        tokens_R = super().choose(logits_RD, slot, vocabulary)
-        self.rounds[-1].append((logits_RD.clone(), tokens_R))
-        return tokens_R
 
 
 @pytest.mark.parametrize("reduced", [False, True])
@@ -115,13 +96,7 @@ def test_sampled_texts_have_the_exact_law_of_the_target() -> None:
     found = Engine(target, random_eagle3(target, (0, 1)), 1000, 16).generate(asked)
     places = torch.tensor([one.tokens[:3] for one in found]) @ torch.tensor([9, 3, 1])
     observed = torch.bincount(places, minlength=27) / seeds
-
-    with torch.inference_mode():
-        texts = torch.cartesian_prod(torch.arange(3), torch.arange(3))
-        final = target.states(torch.cat((torch.tensor(prompt).expand(9, 3), texts), dim=1), ()).final
-        law_93V = distribution(target.vocabulary.logits(final[:, 2:]), rule)
-    first, second, third = law_93V[0, 0], law_93V[::3, 1], law_93V[:, 2]
-    exact = (first[:, None, None] * second[:, :, None] * third.view(3, 3, 3)).flatten()
+    exact = law_of_three_tokens(target, prompt, rule)
     assert observed.sub(exact).abs().sum() / 2 < 0.055  # sampling alone gives 0.02
     assert observed[exact == 0].sum() == 0
     assert {one.rounds[0].accepted for one in found} == {0, 1, 2, 3, 4}

@@ -1,24 +1,22 @@
 """What the engine decodes: the target's own texts, whatever drafter, batch and sampling."""
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from dspark.decoding import engine as engine_module
 from dspark.decoding.engine import Engine, Request, Sampling
-from dspark.decoding.sampling import Place, Sampler, distribution
-from dspark.model.vocabulary import Vocabulary
 from dspark.training.batch import Batch
 from dspark.training.blocks import make_blocks
 from dspark.training.objective import draft_logits, run_drafter
 from tests.dspark.decoding.decoders import (
     BLOCK,
     HEADS,
+    Recorder,
     accepted,
+    law_of_three_tokens,
     outcomes,
     random_drafter,
     requests,
@@ -84,21 +82,6 @@ def test_a_trained_drafter_is_faster_and_changes_no_token() -> None:
     assert accepted(found) > rounds  # more than one draft of four in every round
 
 
-class Recorder(Sampler):
-    """A sampler that remembers every block's logits and drafts."""
-
-    blocks: ClassVar[list[list[tuple[Tensor, Tensor]]]] = []
-
-    def __init__(self, places: Sequence[Place], device: torch.device) -> None:
-        super().__init__(places, device)
-        self.blocks.append([])
-
-    def choose(self, logits_RD: Tensor, slot: int, vocabulary: Vocabulary) -> Tensor:
-        tokens_R = super().choose(logits_RD, slot, vocabulary)
-        self.blocks[-1].append((logits_RD.clone(), tokens_R))
-        return tokens_R
-
-
 @pytest.mark.parametrize(("head", "family"), [*((head, "llama") for head in HEADS), ("vanilla", "gemma4_text")])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)])
 def test_the_engine_drafts_what_the_training_pass_computes_from_the_same_tokens(
@@ -107,10 +90,10 @@ def test_the_engine_drafts_what_the_training_pass_computes_from_the_same_tokens(
     target, taps = small_vocabulary_target(6, family), (0, 1)
     drafter = random_drafter(target, head, taps, 5)
     monkeypatch.setattr(engine_module, "Sampler", Recorder)
-    monkeypatch.setattr(Recorder, "blocks", [])
+    monkeypatch.setattr(Recorder, "rounds", [])
     request = Request("a", (1, 4, 2, 0, 3), 70, sampling)
     (generation,) = Engine(target, drafter, 1, 100).generate([request])
-    drafted = (block for block in Recorder.blocks if block)
+    drafted = (block for block in Recorder.rounds if block)
     text, compared = [*request.prompt, generation.tokens[0]], 0
     for round in generation.rounds:
         block = next(drafted) if round.proposed else []
@@ -155,13 +138,7 @@ def test_sampled_texts_have_the_exact_law_of_the_target(head: str, rule: Samplin
     found = Engine(target, random_drafter(target, head, (0, 1), 1), 1000, 16).generate(asked)
     places = torch.tensor([one.tokens[:3] for one in found]) @ torch.tensor([9, 3, 1])
     observed = torch.bincount(places, minlength=27) / seeds
-
-    with torch.inference_mode():
-        texts = torch.cartesian_prod(torch.arange(3), torch.arange(3))
-        final = target.states(torch.cat((torch.tensor(prompt).expand(9, 3), texts), dim=1), ()).final
-        law_93V = distribution(target.vocabulary.logits(final[:, 2:]), rule)
-    first, second, third = law_93V[0, 0], law_93V[::3, 1], law_93V[:, 2]
-    exact = (first[:, None, None] * second[:, :, None] * third.view(3, 3, 3)).flatten()
+    exact = law_of_three_tokens(target, prompt, rule)
     assert observed.sub(exact).abs().sum() / 2 < 0.055  # sampling alone gives 0.03
     assert observed[exact == 0].sum() == 0
     # Every branch was at work: drafts accepted, drafts replaced, bonus tokens.
