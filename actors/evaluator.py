@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from dspark.config import EvaluateSettings, TargetSettings
 from dspark.decoding.engine import Engine, Generation, Request, Sampling
 from dspark.errors import InputError
 from dspark.evaluation.metrics import PromptResult
 from dspark.model.checkpoints import load_drafter
+from dspark.sections import EvaluateSettings, TargetSettings
 from dspark.target import DTYPES, load_target
 
 

@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from dspark.capture import capture, prove_capture
-from dspark.config import TargetPoolSettings, TargetSettings
 from dspark.data.captures import Origin
 from dspark.data.rows import sample_at
 from dspark.model.warm_start import Bigrams, bigrams_of
+from dspark.sections import TargetPoolSettings, TargetSettings
 from dspark.target import load_target
 
 

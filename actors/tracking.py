@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
-from dspark.config import TrackingSettings
+from dspark.sections import TrackingSettings
 
 _METRICS_PER_CALL, _PARAMS_PER_CALL, _LONGEST_PARAM = 1000, 100, 500
 

@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from dspark.config import LossSettings, TrainSettings
+from dspark.learning import LossSettings, TrainSettings
 from dspark.training.kinds import AnyObjective
 
 

@@ -21,10 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache,
 from transformers.utils import logging as transformers_logging
 
 from dspark import quickstart
-from dspark.config import Settings, TargetSettings
+from dspark.config import Settings
 from dspark.errors import InputError
 from dspark.model.families import embedding_scale, family_of, soft_cap, window
 from dspark.model.vocabulary import Vocabulary
+from dspark.sections import TargetSettings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dspark.config import Precision
 from dspark.errors import InputError
+from dspark.sections import Precision
 from dspark.training.reference import BOUNDS, CASE, Difference, compare_case
 
 

@@ -15,8 +15,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dspark.config import Section, Settings
+from dspark.config import Settings
 from dspark.errors import InputError
+from dspark.sections import Section
 
 Values = dict[str, Any]
 

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dspark.config import TargetSettings
 from dspark.errors import InputError
 from dspark.evaluation.model_card import CardData, Licences, model_card
 from dspark.model.checkpoints import CONFIG, WEIGHTS, check_free, read_json
@@ -27,6 +26,7 @@ from dspark.model.exchange import (
 )
 from dspark.model.layout import dtype_name
 from dspark.model.stored import Verifier
+from dspark.sections import TargetSettings
 from dspark.target import load_config, load_vocabulary
 from jobs.reporting import RESULT
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from dspark.config import Precision, TargetSettings
 from dspark.data.conversations import Message
 from dspark.data.render import Renderer
 from dspark.decoding.engine import Engine, Generation, Request, Sampling
 from dspark.model.checkpoints import load_drafter
+from dspark.sections import Precision, TargetSettings
 from dspark.target import load_target
 
 ACCEPTED = "green"

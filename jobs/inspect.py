@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from dspark.config import TargetSettings
 from dspark.data.conversations import Conversation, Dropped, read_conversations, reasons
 from dspark.data.render import Renderer, Sample, render_rows
+from dspark.sections import TargetSettings
 from dspark.target import load_tokenizer
 from dspark.training.blocks import draw_anchors
 

@@ -20,11 +20,11 @@ import torch
 from rich.console import Console
 
 from dspark import quickstart
-from dspark.config import TargetSettings
 from dspark.data.conversations import Message
 from dspark.data.prompts import Prompt, expand_prompts
 from dspark.data.render import Renderer
 from dspark.decoding.engine import Engine, Request, Sampling
+from dspark.sections import TargetSettings
 from dspark.target import Target, load_target
 from jobs.progress import stage
 

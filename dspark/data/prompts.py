@@ -14,8 +14,8 @@ from pathlib import Path
 import yaml
 from pydantic import Field, StrictInt, StrictStr, ValidationError
 
-from dspark.config import Section
 from dspark.errors import InputError
+from dspark.sections import Section
 
 # Any other brace is literal text, so a snippet of code needs no escaping.
 _SLOT = re.compile(r"\{([a-z_]+)\}")

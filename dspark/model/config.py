@@ -5,8 +5,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from dspark.config import DrafterSettings, Settings
+from dspark.config import Settings
 from dspark.errors import InputError
+from dspark.learning import DrafterSettings
 from dspark.model.families import FORMS, QWEN3_FORM, Family, Form, embedding_scale, family_of, head_shape, soft_cap
 
 

@@ -11,11 +11,11 @@ import torch
 from pydantic import Field
 from transformers import PreTrainedConfig
 
-from dspark.config import Positive
 from dspark.model.config import Eagle3Config
 from dspark.model.families import QWEN3_FORM
 from dspark.model.layout import check_rope, drafter_keys, keys_beyond, plain_base, sizes_of
 from dspark.model.layout_keys import Activation, Layout, read_layout, rope_of
+from dspark.sections import Positive
 
 ARCHITECTURE = "Qwen3Eagle3Model"
 

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from transformers.activations import ACT2FN
 
-from dspark.config import Count, Positive, Weight
 from dspark.errors import InputError
 from dspark.model.families import GEMMA4_FORM, LLAMA_FORM, QWEN3_FORM, Form
+from dspark.sections import Count, Positive, Weight
 
 GEMMA4 = "Gemma4DSparkModel"
 # Architecture and model type of each form that is written like a Qwen3 model.

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.config import TargetSettings
 from dspark.errors import InputError
 from dspark.model.drafter import MARKOV_STD, Drafter
 from dspark.model.families import family_of
 from dspark.model.layers import DraftLayer
 from dspark.model.vocabulary import Vocabulary
+from dspark.sections import TargetSettings
 from dspark.target import Target, load_tensors, load_whole_config
 
 # What the other taps, mixed in at random, add to the last one at the start.

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dspark.config import Eagle3Settings
+from dspark.learning import Eagle3Settings
 from dspark.training.batch import Batch
 from dspark.training.blocks import Blocks, make_blocks
 

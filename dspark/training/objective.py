@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark.config import LossSettings
+from dspark.learning import LossSettings
 from dspark.model.drafter import Drafter
 from dspark.model.vocabulary import Vocabulary
 from dspark.training.batch import Batch

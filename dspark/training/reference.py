@@ -14,12 +14,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dspark.config import LossSettings, Precision
 from dspark.errors import InputError
+from dspark.learning import LossSettings
 from dspark.model.checkpoints import CONFIG, assemble, read_json
 from dspark.model.drafter import Drafter
 from dspark.model.layout import config_from_json
 from dspark.model.vocabulary import Vocabulary
+from dspark.sections import Precision
 from dspark.target import DTYPES
 from dspark.training.batch import Batch
 from dspark.training.blocks import Blocks, make_blocks

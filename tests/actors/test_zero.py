@@ -3,7 +3,7 @@
 import pytest
 
 from actors.zero import backward_scale, learning_rate
-from dspark.config import LossSettings, TrainSettings
+from dspark.learning import LossSettings, TrainSettings
 
 
 def test_the_rate_rises_over_the_warm_up_and_falls_to_zero() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark.config import Eagle3Settings
+from dspark.learning import Eagle3Settings
 from dspark.model.config import Eagle3Config
 from dspark.training.batch import Batch
 from tests.dspark.plain import norm, rotate

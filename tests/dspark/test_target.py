@@ -14,10 +14,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
 
 from dspark.capture import prove_capture
-from dspark.config import DrafterSettings, Precision, TargetSettings
 from dspark.data.render import Sample
 from dspark.errors import InputError
+from dspark.learning import DrafterSettings
 from dspark.model.config import draft_config
+from dspark.sections import Precision, TargetSettings
 from dspark.target import (
     Target,
     TargetStates,

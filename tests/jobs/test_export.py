@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from dspark.config import DrafterSettings, TargetSettings
 from dspark.errors import InputError
 from dspark.evaluation.model_card import Licences
+from dspark.learning import DrafterSettings
 from dspark.model.checkpoints import save_drafter
 from dspark.model.config import draft_config
 from dspark.model.drafter import new_drafter
+from dspark.sections import TargetSettings
 from dspark.target import load_config, load_vocabulary
 from jobs.cli import app
 from jobs.export import export

@@ -11,14 +11,15 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from dspark.config import DrafterSettings, TargetSettings
 from dspark.data.conversations import Message
 from dspark.data.render import Renderer
 from dspark.decoding.engine import Engine, Generation, Request, Round, Sampling
+from dspark.learning import DrafterSettings
 from dspark.model.checkpoints import load_drafter, save_drafter
 from dspark.model.config import draft_config
 from dspark.model.drafter import new_drafter
 from dspark.quickstart import dense_folder
+from dspark.sections import TargetSettings
 from dspark.target import load_target
 from jobs.generate import Characters, generate, show, summary
 from tests.tiny import MASK_ID, tiny_target_folder, tiny_tokenizer

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspark.config import DrafterSettings, Eagle3Settings, LossSettings, TargetSettings
 from dspark.decoding.engine import Engine, Generation, Request, Sampling
 from dspark.decoding.sampling import Place, Sampler, distribution
+from dspark.learning import DrafterSettings, Eagle3Settings, LossSettings
 from dspark.model.config import DraftConfig, Eagle3Config, draft_config
 from dspark.model.drafter import Drafter, new_drafter
 from dspark.model.eagle3 import Eagle3Drafter, new_eagle3_drafter
 from dspark.model.vocabulary import Vocabulary
+from dspark.sections import TargetSettings
 from dspark.target import Target, load_target
 from dspark.training.batch import Batch
 from dspark.training.blocks import make_blocks

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from dspark.config import Eagle3Settings
 from dspark.decoding import engine as engine_module
 from dspark.decoding.chains import ChainProposer
 from dspark.decoding.engine import Engine, Request, Sampling
+from dspark.learning import Eagle3Settings
 from dspark.training.batch import Batch
 from dspark.training.chains import make_chains
 from dspark.training.eagle3 import run_chains

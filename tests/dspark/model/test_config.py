@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 from transformers import Gemma4TextConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from dspark.config import DataSettings, DrafterSettings, Eagle3Settings, Settings, TargetSettings
+from dspark.config import Settings
 from dspark.errors import InputError
+from dspark.learning import DrafterSettings, Eagle3Settings
 from dspark.model.config import DSparkConfig, Eagle3Config, check_mask_token, draft_config, drafter_config
 from dspark.model.families import QWEN3_FORM
+from dspark.sections import DataSettings, TargetSettings
 
 
 def target(**changes: Any) -> Qwen3Config:

@@ -14,8 +14,8 @@ from transformers.models.gemma4.modeling_gemma4 import (
 )
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from dspark.config import DrafterSettings
 from dspark.errors import InputError
+from dspark.learning import DrafterSettings
 from dspark.model.config import DSparkConfig, draft_config
 from dspark.model.families import FAMILIES, GEMMA4_FORM, LLAMA_FORM, QWEN3_FORM, family_of, window
 from dspark.model.layers import DraftLayer, RMSNorm, RotaryTable

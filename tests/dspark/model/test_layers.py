@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from dspark.config import DrafterSettings
 from dspark.errors import InputError
+from dspark.learning import DrafterSettings
 from dspark.model.config import DSparkConfig, draft_config
 from dspark.model.drafter import Drafter
 from dspark.model.layers import DraftLayer, KeyValues, RMSNorm, RotaryTable

@@ -19,8 +19,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from dspark.config import DrafterSettings
 from dspark.errors import InputError
+from dspark.learning import DrafterSettings
 from dspark.model.checkpoints import load_drafter, save_drafter
 from dspark.model.config import DSparkConfig, draft_config
 from dspark.model.families import GEMMA4_FORM, LLAMA_FORM

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark.config import DrafterSettings, TargetSettings
 from dspark.errors import InputError
+from dspark.learning import DrafterSettings
 from dspark.model.config import draft_config
 from dspark.model.drafter import Drafter, new_drafter
 from dspark.model.vocabulary import Vocabulary
 from dspark.model.warm_start import Bigrams, bigrams_of, start_from_bigrams, start_from_target
+from dspark.sections import TargetSettings
 from dspark.target import Target, load_target
 from tests.tiny import MASK_ID, tiny_target_folder
 

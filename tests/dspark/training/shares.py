@@ -9,11 +9,13 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from dspark.config import DataSettings, DrafterSettings, LossSettings, Settings, TargetSettings, TrainSettings
+from dspark.config import Settings
 from dspark.data.captures import Origin, encode
 from dspark.data.plan import Plan
 from dspark.data.render import Sample
+from dspark.learning import DrafterSettings, LossSettings, TrainSettings
 from dspark.model.config import DraftConfig, DSparkConfig
+from dspark.sections import DataSettings, TargetSettings
 from dspark.training.share import Share, make_share
 
 

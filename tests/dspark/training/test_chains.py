@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from dspark.config import Eagle3Settings
+from dspark.learning import Eagle3Settings
 from dspark.training.chains import Chains, chain_anchors, make_chains
 from tests.dspark.plain_eagle3 import carries
 from tests.dspark.small import SMALL_EAGLE3, small_batch

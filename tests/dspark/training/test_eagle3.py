@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark.config import Eagle3Settings
+from dspark.learning import Eagle3Settings
 from dspark.model.config import Eagle3Config
 from dspark.model.vocabulary import Vocabulary
 from dspark.training.batch import Batch

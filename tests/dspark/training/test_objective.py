@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import tensor
 
-from dspark.config import LossSettings
+from dspark.learning import LossSettings
 from dspark.training.blocks import draw_anchors
 from dspark.training.means import add_means, stack_means, values_of
 from dspark.training.objective import (

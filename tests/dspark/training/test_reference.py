@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3Config
 
-from dspark.config import Precision
 from dspark.errors import InputError
 from dspark.model.config import DSparkConfig
 from dspark.model.layout import config_to_json
+from dspark.sections import Precision
 from dspark.training.reference import BOUNDS, Difference, compare_case
 from tests.dspark.plain import PlainBlock, plain_blocks, plain_losses, weights_of
 from tests.dspark.small import HEADS, small_batch, small_config, small_drafter, small_vocabulary

@@ -5,7 +5,9 @@ from typing import Literal
 
 import pytest
 
-from dspark.config import DataSettings, DrafterSettings, Eagle3Settings, Settings, TargetSettings, TrainSettings
+from dspark.config import Settings
+from dspark.learning import DrafterSettings, Eagle3Settings, TrainSettings
+from dspark.sections import DataSettings, TargetSettings
 from dspark.training.chains import Chains
 from dspark.training.means import Means
 from tests.dspark.small import SMALL_EAGLE3, small_config

@@ -1,0 +1,86 @@
+"""Sections of the settings that say where a run works: target, data, evaluation, tracking, Ray."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Precision = Literal["fp32", "bf16"]
+# `auto` becomes one of the two before work starts: bf16 where the device multiplies it natively, else fp32.
+AutoPrecision = Literal["auto", "fp32", "bf16"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class TargetSettings(Section):
+    """The model that the drafter proposes for."""
+
+    model: str = Field(description="local folder, hub id, or `smollm2-135m-instruct` (the quickstart's data wheel)")
+    revision: str | None = Field(None, description="hub revision; unused for local folders")
+    dtype: AutoPrecision = Field("auto", description="compute type of the captured forward; auto: bf16 if native")
+
+
+class TargetPoolSettings(Section):
+    """The Ray Data actor pool that hosts the target while hidden states are captured."""
+
+    actors: Positive = Field(1, description="target actors at the start")
+    max_actors: Positive | None = Field(None, description="the pool may grow to this; null: it stays at `actors`")
+    threads: Positive = Field(1, description="torch threads per actor")
+    cpus: Weight = Field(1, description="logical CPUs that Ray books per actor")
+    gpus: Weight = Field(0, description="GPUs that Ray books per actor")
+    batch_tokens: Positive = Field(4096, description="most tokens, padding included, in one target forward")
+    window_rows: Positive = Field(32, description="rows of the plan that are sorted by length and captured together")
+    in_flight_mb: Positive = Field(512, description="bytes of captured states between targets and trainers, in MB")
+
+
+class DataSettings(Section):
+    """Conversations, and how they become token rows."""
+
+    conversations: Path = Field(description="training rows: .jsonl, .json or .parquet, each also as .gz")
+    held_out: Path = Field(description="prompts that training never sees, for `evaluate`")
+    max_length: Positive = Field(4096, description="tokens per training row; longer rows are cut at the end")
+    thinking: bool | None = Field(None, description="`enable_thinking` of the chat template; null: not passed")
+    max_bad_fraction: Fraction = Field(0.05, description="share of dropped rows above which the job stops")
+    roles: dict[str, str] = Field(
+        default_factory=dict, description="aliases of role names, such as {human: user, gpt: assistant}"
+    )
+
+
+class EvaluateSettings(Section):
+    """Speculative decoding of held-out prompts against plain decoding of the same target."""
+
+    actors: Positive = 2
+    threads: Positive = Field(1, description="torch threads per actor")
+    cpus: Weight = Field(1, description="logical CPUs that Ray books per actor")
+    gpus: Weight = Field(0, description="GPUs that Ray books per actor")
+    dtype: Precision = Field("fp32", description="compute type of target and drafter; fp32 must be token-identical")
+    batch: Positive = Field(1, description="requests decoded together")
+    max_new_tokens: Positive = 32
+    prompts_t0: Positive = Field(48, description="prompts decoded at temperature 0")
+    prompts_t1: Count = Field(12, description="of these, also decoded at `temperature`")
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    benchmarks: Path | None = Field(None, description="folder of NAME.jsonl with `turns`; measured besides held_out")
+    benchmark_prompts: Positive = Field(16, description="prompts taken from each benchmark file")
+
+
+class TrackingSettings(Section):
+    """MLflow: where runs go, and the name under which drafters are registered."""
+
+    uri: str | None = Field(None, description="tracking URI; null: an SQLite file in `output`")
+    experiment: str = "dspark"
+    model_name: str | None = Field(None, description="registered model; null: the preset's `name`")
+    register_model: bool = True
+
+
+class RaySettings(Section):
+    """The Ray that the jobs run on."""
+
+    address: str = Field("local", description="`local` starts one for this job; `auto` or host:port joins a cluster")
+    dashboard_port: Positive | None = Field(None, description="serve Ray's dashboard on this loopback port")
+    object_store_mb: Positive = Field(1024, description="object store of a local Ray, in MB")
