@@ -178,7 +178,7 @@ def extra_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 def keys_beyond(layout: type[Layout], values: Mapping[str, Any]) -> dict[str, Any]:
     """What a config.json holds beyond the keys of this layout and those of any target."""
     base = {**Qwen3Config().to_dict(), **Gemma4TextConfig().to_dict()}
-    known = layout.model_fields.keys() | base.keys() | {"target_model_type", "target_text_model_type"}
+    known = layout.model_fields.keys() | base.keys()
     return {key: value for key, value in values.items() if key not in known}
 
 

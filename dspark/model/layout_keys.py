@@ -143,6 +143,8 @@ class Gemma4Layers(Layout):
     """Layers in Gemma4 form: their heads are those of full attention, which have keys of their own."""
 
     model_type: Literal["gemma4_text"]
+    target_model_type: str
+    target_text_model_type: str
     hidden_activation: Activation
     attention_k_eq_v: bool
     global_head_dim: Positive
