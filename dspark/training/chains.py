@@ -65,10 +65,10 @@ def make_chains(
     carries_BAK = valid_BAK
     if settings.mask_alignment == "published":
         # At each sequence's first column, its length.
-        lengths_BS = torch.zeros_like(starts_BS)
+        lengths_BS = torch.zeros(starts_BS.shape, dtype=torch.int64)
         for place, length in zip(places or [Place(row, 0) for row in range(len(lengths))], lengths, strict=True):
             lengths_BS[place] = length
-        exists_BAK = blocks.positions_BAK < lengths_BS.gather(1, blocks.starts_BA)[..., None]
+        exists_BAK = blocks.positions_BAK < lengths_BS.to(device).gather(1, blocks.starts_BA)[..., None]
         before_BAK = (blocks.columns_BAK - 1).clamp(min=0, max=batch.loss_mask_BS.shape[1] - 1)
         in_loss_BAK = batch.loss_mask_BS.gather(1, before_BAK.flatten(1)).view_as(before_BAK)
         carries_BAK = in_loss_BAK & exists_BAK & blocks.keep_BA[..., None]
