@@ -1,4 +1,4 @@
-"""Reference cases in bf16: the bounds lie near what the stored cases show, and every fault of twice a bound is found."""
+"""Reference cases in bf16: the bounds lie near what the stored cases show, and a fault of twice a bound is found."""
 
 import shutil
 from collections.abc import Callable
