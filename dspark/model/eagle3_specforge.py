@@ -16,12 +16,10 @@ from dspark.model.eagle3_stored import (
     PUBLISHED_DECAY,
     PUBLISHED_STEPS,
     check_layer,
-    layer_of,
     published,
     refusals,
     take_taps,
     take_target_layers,
-    target_layers_of,
     with_llama_defaults,
 )
 from dspark.model.families import LLAMA_FORM
@@ -103,10 +101,9 @@ def _map_faults(tensors: Mapping[str, Tensor]) -> list[str]:
 def _write(stored: Stored, _verifier: Verifier | None) -> Stored:
     source = stored.values
     vocab: int = source["vocab_size"]
-    values = {key: value for key, value in source.items() if key != "draft_num_hidden_layers"} | layer_of(source) | {
+    values = {key: value for key, value in source.items() if key != "draft_num_hidden_layers"} | {
         "architectures": [_ARCHITECTURE],
         "draft_vocab_size": source.get("draft_vocab_size", vocab),
-        "num_target_layers": target_layers_of(source),
         "target_hidden_size": source["hidden_size"],
         _SECTION: {"eagle_aux_hidden_state_layer_ids": source["target_layer_ids"], "use_aux_hidden_state": True},
     }  # fmt: skip

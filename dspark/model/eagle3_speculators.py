@@ -17,7 +17,6 @@ from dspark.model.eagle3_stored import (
     refusals,
     take_taps,
     take_target_layers,
-    target_layers_of,
     with_llama_defaults,
 )
 from dspark.model.families import LLAMA_FORM, QWEN3_FORM
@@ -72,7 +71,7 @@ def _write(stored: Stored, verifier: Verifier | None) -> Stored:
         ),
         LAYER: layer,
         "draft_vocab_size": source.get("draft_vocab_size", source["vocab_size"]),
-        "num_target_layers": target_layers_of(source),
+        "num_target_layers": source["num_target_layers"],
         "target_hidden_size": source["hidden_size"],
         _TAPS: [tap + 1 for tap in source["target_layer_ids"]],
         "norm_before_residual": False,

@@ -80,8 +80,7 @@ def published(layer: Mapping[str, Any], target_layers: int, drafter: Mapping[str
     """The published keys from those of the one layer and of the drafter."""
     values = dict(layer) | {
         "architectures": [ARCHITECTURES[layer["model_type"]]],
-        "num_hidden_layers": target_layers,
-        "layer_types": ["full_attention"] * target_layers,
+        "num_target_layers": target_layers,
         "draft_num_hidden_layers": 1,
         **drafter,
     }  # fmt: skip
@@ -91,15 +90,8 @@ def published(layer: Mapping[str, Any], target_layers: int, drafter: Mapping[str
 
 
 def layer_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the one layer out of the published ones, which count the target's layers."""
-    layer = {key: value for key, value in values.items() if key not in DRAFT_KEYS}
-    return layer | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-
-
-def target_layers_of(values: Mapping[str, Any]) -> int:
-    """How many layers the target has, out of the published keys."""
-    layers: int = values["num_hidden_layers"]
-    return layers
+    """The keys of the one layer out of the published ones."""
+    return {key: value for key, value in values.items() if key not in DRAFT_KEYS}
 
 
 def refusals(config: DraftConfig) -> list[str]:

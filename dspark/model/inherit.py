@@ -31,6 +31,8 @@ _EQUAL = {
     "norm_eps": "the target's norm epsilon",
     "rope": "the target's rotary parameters",
     "activation": "the target's activation",
+    "shared_kv": "the target's use of keys as values",
+    "soft_cap": "the target's soft cap",
 }
 _MAPS = ("d2t", "t2d")
 
