@@ -46,12 +46,9 @@ def engine_logits(folder: Path, entering: Tensor, ids: list[int], row: int, step
         numbers, prefix = values["eagle_aux_hidden_state_layer_ids"], "layers.0."
         embedding_VH = tensors["embed_tokens.weight"]
     config, block, rotary, norm = engine_parts(layer)
-    hidden_norm, last_norm = (
-        norm(config.hidden_size, config.rms_norm_eps),
-        norm(config.hidden_size, config.rms_norm_eps),
-    )
-    hidden_norm.load_state_dict({"weight": tensors[f"{prefix}hidden_norm.weight"]})
-    last_norm.load_state_dict({"weight": tensors["norm.weight"]})
+    hidden_norm, last_norm = norms = [norm(config.hidden_size, config.rms_norm_eps) for _ in range(2)]
+    for module, name in zip(norms, (f"{prefix}hidden_norm", "norm"), strict=True):
+        module.load_state_dict({"weight": tensors[f"{name}.weight"]})
     own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     block.load_state_dict({name: tensor for name, tensor in own.items() if name != "hidden_norm.weight"})
 
