@@ -114,11 +114,11 @@ def test_an_eagle3_layer_has_the_sizes_of_its_target_and_the_qwen3_form(of: PreT
 def test_an_eagle3_layer_has_the_form_of_its_family_or_the_one_that_is_named() -> None:
     llama = LlamaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=6)
     assert drafter_config(llama, eagle3_settings(family="llama")).form == LLAMA_FORM
-    gemma4 = Gemma4TextConfig(
-        vocab_size=100, hidden_size=32, num_hidden_layers=6, num_attention_heads=4, global_head_dim=16,
-        num_global_key_value_heads=1, attention_k_eq_v=True, final_logit_softcapping=5.0,
-        hidden_size_per_layer_input=0,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "global_head_dim": 16,
+        "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 5.0,
+    }  # fmt: skip
+    gemma4 = Gemma4TextConfig(**sizes, hidden_size_per_layer_input=0)
     for family in (None, "gemma4"):
         found = drafter_config(gemma4, eagle3_settings(family=family))
         assert (found.form, found.kv_heads, found.head_dim, found.shared_kv) == (GEMMA4_FORM, 1, 16, True)

@@ -150,6 +150,7 @@ def test_every_tensor_that_is_missing_is_named(form: str, tmp_path: Path) -> Non
 def test_every_key_that_is_missing_is_named_or_changes_nothing(form: str, free: set[str], tmp_path: Path) -> None:
     values = values_of(saved(tmp_path / "drafter", form))
     whole, spared = config_of(values), set()
+    assert isinstance(whole, Eagle3Config)
     for key in values:
         try:
             found = config_of({other: value for other, value in values.items() if other != key})

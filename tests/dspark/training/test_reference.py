@@ -301,8 +301,33 @@ def test_the_published_cases_hold_in_bf16_and_only_within_its_bounds(case: str) 
     by_name = {difference.name: difference for difference in differences}
     assert by_name["target_ids"].absolute == by_name["eval_mask"].absolute == 0
     # It is bf16 that was computed: the differences are beyond what fp32 explains.
-    assert by_name["draft_logits"].relative > 100 * BOUNDS["fp32"].outputs
-    assert by_name["fc.weight"].relative > 100 * BOUNDS["fp32"].gradients
+    assert by_name["draft_logits"].relative > 100 * BOUNDS["fp32"].draft_logits
+    assert by_name["fc.weight"].relative > 100 * BOUNDS["fp32"].layer_gradients
+
+
+def test_the_bounds_of_bf16_are_at_most_four_times_what_the_published_cases_show() -> None:
+    found = [difference for case in GOLDEN.iterdir() for difference in compare_case(case, "bf16")]
+    largest: dict[tuple[str, float], float] = {}
+    for one in found:
+        kind = (one.group.split()[0], one.bound)
+        largest[kind] = max(largest.get(kind, 0.0), one.relative)
+    bounds = {bound: seen for (_, bound), seen in largest.items() if bound}
+    assert len(largest) == 7 and len(bounds) == 5  # draft logits and gradients of the heads have equal bounds
+    assert all(bound / 4 < seen <= bound for bound, seen in bounds.items())
+
+
+@pytest.mark.parametrize("case", ["dspark_vanilla", "dspark_gated"])
+def test_every_tensor_that_is_off_by_twice_its_bound_fails_in_bf16(tmp_path: Path, case: str) -> None:
+    copy = Path(shutil.copytree(GOLDEN / case, tmp_path / "case"))
+    bounds = {one.name: one.bound for one in compare_case(copy, "bf16") if one.bound}
+
+    def stretch(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            part, _, rest = name.partition(".")
+            if part in ("outputs", "loss", "grads") and rest in bounds:
+                tensor *= 1 + 2 * bounds[rest]
+
+    assert failures(tamper(copy, stretch), "bf16") == list(bounds)
 
 
 @pytest.mark.parametrize("head", HEADS)
