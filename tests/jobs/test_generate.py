@@ -23,6 +23,7 @@ from dspark.sections import TargetSettings
 from dspark.target import load_target, load_whole_config
 from jobs.generate import Characters, generate, show, summary
 from tests.dspark.decoding.decoders import random_eagle3
+from tests.dspark.folders import convert
 from tests.tiny import MASK_ID, tiny_target_folder, tiny_tokenizer
 
 
@@ -58,6 +59,18 @@ def test_the_answer_is_printed_as_plain_text_with_a_summary(
         r"round: accepted drafts \+ 1, .*\)",
         last,
     )
+
+
+@pytest.mark.parametrize("layout", ["speculators", "specforge"])
+def test_a_drafter_in_the_layout_of_an_engine_gives_the_same_answer(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], layout: str
+) -> None:
+    checkpoint, folder = folders
+    answers = []
+    for drafter in (checkpoint, convert(checkpoint, checkpoint.with_name("exported"), layout)):
+        generate(drafter, str(folder), "Hi", max_new_tokens=20, temperature=1.0, seed=1, dtype="fp32")
+        answers.append(re.sub(r"[\d.]+ tokens/s", "", capsys.readouterr().out))
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(("family", "form"), [("llama", "llama"), ("gemma4", None)])
