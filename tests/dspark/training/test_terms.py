@@ -1,6 +1,6 @@
 """Terms in chunks against the plain formulas: values, gradients, memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,9 +55,16 @@ def case(
     return tuple(value.requires_grad_() for value in inputs), judged
 
 
+def bias_of(factors: Sequence[Tensor], bias: str) -> MarkovBias | None:
+    if bias == "none":
+        return None
+    features, weight = factors
+    return MarkovBias(features, weight, bias == "by column")
+
+
 def judged_by(judged: Judged, bias: str) -> Callable[..., Terms]:
     def terms(hidden: Tensor, *factors: Tensor) -> Terms:
-        return judge(hidden, MarkovBias(*factors, bias == "by column") if factors else None, judged, Workspace())
+        return judge(hidden, bias_of(factors, bias), judged, Workspace())
 
     return terms
 
@@ -120,8 +127,7 @@ def test_neither_chunks_nor_a_used_workspace_change_anything(bias: str) -> None:
     inputs, judged = case(bias, True, 3.0, True)
     workspace, outcomes = Workspace(), []
     for budget in (1, 700, 2**30, 1500):
-        factors = MarkovBias(*inputs[1:], bias == "by column") if bias != "none" else None
-        terms = judge(inputs[0], factors, replace(judged, budget=budget), workspace)
+        terms = judge(inputs[0], bias_of(inputs[1:], bias), replace(judged, budget=budget), workspace)
         outcomes.append((terms[:3], torch.autograd.grad(terms.total, inputs)))
     for outcome in outcomes[1:]:
         torch.testing.assert_close(outcome, outcomes[0], rtol=1e-12, atol=1e-12)
@@ -167,7 +173,7 @@ class Largest(TorchDispatchMode):
     """Bytes of the largest tensor that any operation made."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
