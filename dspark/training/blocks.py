@@ -8,6 +8,7 @@ row's start, positions from the document's. Shape suffixes: B batch, A blocks pe
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,17 @@ def draw_anchors(loss_mask: NDArray[np.uint8], count: int, seed: int, epoch: int
     return np.sort(generator.choice(candidates, size=count, replace=False))
 
 
+class Slots(NamedTuple):
+    """The N slots of a batch that are learnt from or measured, and the P columns where the target is asked for them.
+
+    Known on the host before anything is copied to a device: to find them there, the host would have to wait.
+    """
+
+    slots_N: Tensor  # int64, flat in [B, A, K], ascending
+    columns_P: Tensor  # int64, flat in [B, S], distinct, ascending: slot k of anchor a needs the target at a+k
+    place_N: Tensor  # int64, of each slot's column in columns_P
+
+
 @dataclass(frozen=True)
 class Blocks:
     """The blocks of a batch. Dummy blocks (keep false) fill rows up to A; they take part in nothing."""
@@ -42,6 +54,7 @@ class Blocks:
     labels_BAK: Tensor  # int64, token a+k+1; 0 where not valid
     valid_BAK: Tensor  # bool, M: all labels up to this slot are supervised
     weights_BAK: Tensor  # fp32, w = M exp(-k/gamma)
+    used: Slots  # where valid
 
     @property
     def block(self) -> int:
@@ -69,21 +82,21 @@ def make_blocks(
     """Blocks of `block` slots at the given anchors, one array of columns for each row.
 
     `gamma` None: no decay over the slots. `starts_BS`: the column at which each column's document begins; None: every
-    row is one document. Rows are filled with dummies up to the largest number of anchors, at least 1.
+    row is one document. Rows are filled with dummies up to the largest number of anchors, at least 1. All tensors are
+    on the host.
     """
-    device, length = input_ids_BS.device, input_ids_BS.shape[1]
+    length = input_ids_BS.shape[1]
     width = max(1, *(len(row) for row in anchors))
     anchors_BA = torch.zeros(len(anchors), width, dtype=torch.int64)
     keep_BA = torch.zeros(len(anchors), width, dtype=torch.bool)
     for row, columns in enumerate(anchors):
         anchors_BA[row, : len(columns)] = torch.from_numpy(columns)
         keep_BA[row, : len(columns)] = True
-    anchors_BA, keep_BA = anchors_BA.to(device), keep_BA.to(device)
     if starts_BS is None:
         starts_BS = torch.zeros_like(input_ids_BS)
     starts_BA = starts_BS.gather(1, anchors_BA)
 
-    slots_K = torch.arange(block, device=device)
+    slots_K = torch.arange(block)
     columns_BAK = anchors_BA[..., None] + slots_K
 
     def inside(at_BAK: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +108,7 @@ def make_blocks(
     next_BAK, targets_BAK = inside(columns_BAK + 1)
     supervised_BAK = next_BAK & _gather(loss_mask_BS.bool(), targets_BAK) & keep_BA[..., None]
     valid_BAK = supervised_BAK.cumprod(dim=-1).bool()
-    decay_K = torch.exp(-slots_K / gamma) if gamma is not None else torch.ones(block, device=device)
+    decay_K = torch.exp(-slots_K / gamma) if gamma is not None else torch.ones(block)
     return Blocks(
         anchors_BA=anchors_BA,
         starts_BA=starts_BA,
@@ -104,7 +117,16 @@ def make_blocks(
         labels_BAK=torch.where(valid_BAK, _gather(input_ids_BS, targets_BAK), 0),
         valid_BAK=valid_BAK,
         weights_BAK=valid_BAK.float() * decay_K,
+        used=used_slots(valid_BAK, columns_BAK, length),
     )
+
+
+def used_slots(used_BAK: Tensor, columns_BAK: Tensor, length: int) -> Slots:
+    """The slots selected by a mask, in rows of `length` columns."""
+    slots_N = used_BAK.flatten().nonzero().flatten()
+    rows_BAK = torch.arange(len(used_BAK))[:, None, None]
+    columns_P, place_N = torch.unique((rows_BAK * length + columns_BAK)[used_BAK], return_inverse=True)
+    return Slots(slots_N, columns_P, place_N)
 
 
 def _gather(values_BS: Tensor, columns_BAK: Tensor) -> Tensor:
