@@ -110,6 +110,11 @@ class TrainSettings(Section):
     pack_tokens: Positive | None = Field(
         None, description="pack a micro-batch's rows into tensors of at most so many tokens a row; null: pad each row"
     )
+    prefetch: Count = Field(
+        2,
+        description="micro-batches made ready while others are trained, each of micro_batch x tokens x (taps + 1) x "
+        "hidden values in `precision`, on the host and on the GPU; 0: made when they are needed",
+    )
     anchors: Positive = Field(512, description="blocks drawn per row, A")
     epochs: Positive = Field(10, description="passes over the rows; rows without weight fill the last step")
     max_steps: Positive | None = Field(None, description="stop after so many optimizer steps, whatever `epochs` says")

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dspark.learning import Eagle3Settings
-from dspark.training.batch import Batch
-from dspark.training.blocks import Blocks, make_blocks
+from dspark.training.batch import Batch, Tokens
+from dspark.training.blocks import Blocks, make_blocks, used_slots
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,12 @@ class Chains(Blocks):
     """Blocks whose slots are chained steps.
 
     `valid` says which steps decoding asks for, whatever the loss covers. `weights` are those of the loss: the step's
-    decay, over the steps of the sequence's other rows where every sequence weighs the same.
+    decay, over the steps of the sequence's other rows where every sequence weighs the same. `used` are the steps that
+    are valid or carry weight.
     """
 
     divisor: Tensor  # scalar, fp32: what this batch adds to the denominator of the whole optimizer step
+    used_by_step: tuple[Tensor, ...]  # K times int64, the chains used at a step, flat in [B, A], ascending
 
 
 def chain_anchors(loss_mask: NDArray[np.uint8], settings: Eagle3Settings) -> NDArray[np.int64]:
@@ -44,7 +46,7 @@ def chain_anchors(loss_mask: NDArray[np.uint8], settings: Eagle3Settings) -> NDA
 
 
 def make_chains(
-    batch: Batch, anchors: Sequence[NDArray[np.int64]], lengths: Sequence[int], settings: Eagle3Settings
+    batch: Batch | Tokens, anchors: Sequence[NDArray[np.int64]], lengths: Sequence[int], settings: Eagle3Settings
 ) -> Chains:
     """Chains at the given anchors, one array for each row of the batch, which holds one text each.
 
@@ -52,8 +54,7 @@ def make_chains(
     their sum; the published code counts padding too, so its loss depends on which rows share a batch.
     """
     blocks = make_blocks(batch.input_ids_BS, batch.loss_mask_BS, anchors, settings.ttt_length, gamma=None)
-    device = blocks.anchors_BA.device
-    lengths_B = torch.tensor(lengths, device=device)
+    lengths_B = torch.tensor(lengths)
     # An anchor need not be supervised where the mask is unshifted.
     valid_BAK = blocks.valid_BAK & batch.loss_mask_BS.gather(1, blocks.anchors_BA)[..., None]
     carries_BAK = valid_BAK
@@ -62,12 +63,19 @@ def make_chains(
         before_BAK = (blocks.columns_BAK - 1).clamp(min=0, max=batch.loss_mask_BS.shape[1] - 1)
         in_loss_BAK = batch.loss_mask_BS.gather(1, before_BAK.flatten(1)).view_as(before_BAK)
         carries_BAK = in_loss_BAK & exists_BAK & blocks.keep_BA[..., None]
-    weights_BAK = carries_BAK * settings.step_loss_decay ** torch.arange(settings.ttt_length, device=device)
+    weights_BAK = carries_BAK * settings.step_loss_decay ** torch.arange(settings.ttt_length)
     divisor = lengths_B.sum()
     if settings.normaliser == "sequences":
         rows_B1K = carries_BAK.sum(dim=1, keepdim=True)
         weights_BAK = weights_BAK / rows_B1K.clamp(min=1)
         divisor = (rows_B1K[..., 0] > 0).sum()
     given = {field.name: getattr(blocks, field.name) for field in dataclasses.fields(blocks)}
-    changed = {"valid_BAK": valid_BAK, "weights_BAK": weights_BAK.float(), "divisor": divisor.float()}
+    used_BAK = valid_BAK | carries_BAK
+    changed = {
+        "valid_BAK": valid_BAK,
+        "weights_BAK": weights_BAK.float(),
+        "used": used_slots(used_BAK, blocks.columns_BAK, batch.input_ids_BS.shape[1]),
+        "divisor": divisor.float(),
+        "used_by_step": tuple(step_BA.flatten().nonzero().flatten() for step_BA in used_BAK.unbind(-1)),
+    }
     return Chains(**{**given, **changed})
