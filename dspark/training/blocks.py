@@ -8,12 +8,13 @@ row's start, positions from the document's. Shape suffixes: B batch, A blocks pe
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from dspark.training.slots import Slots, slots_of
 
 
 def draw_anchors(loss_mask: NDArray[np.uint8], count: int, seed: int, epoch: int, sample_id: str) -> NDArray[np.int64]:
@@ -30,17 +31,6 @@ def draw_anchors(loss_mask: NDArray[np.uint8], count: int, seed: int, epoch: int
     return np.sort(generator.choice(candidates, size=count, replace=False))
 
 
-class Slots(NamedTuple):
-    """The N slots of a batch that are learnt from or measured, and the P columns where the target is asked for them.
-
-    Known on the host before anything is copied to a device: to find them there, the host would have to wait.
-    """
-
-    slots_N: Tensor  # int64, flat in [B, A, K], ascending
-    columns_P: Tensor  # int64, flat in [B, S], distinct, ascending: slot k of anchor a needs the target at a+k
-    place_N: Tensor  # int64, of each slot's column in columns_P
-
-
 @dataclass(frozen=True)
 class Blocks:
     """The blocks of a batch. Dummy blocks (keep false) fill rows up to A; they take part in nothing."""
@@ -54,7 +44,7 @@ class Blocks:
     labels_BAK: Tensor  # int64, token a+k+1; 0 where not valid
     valid_BAK: Tensor  # bool, M: all labels up to this slot are supervised
     weights_BAK: Tensor  # fp32, w = M exp(-k/gamma)
-    used: Slots  # where valid
+    used: Slots  # where valid; listed here, on the host: a device could not without making it wait
 
     @property
     def block(self) -> int:
@@ -117,16 +107,8 @@ def make_blocks(
         labels_BAK=torch.where(valid_BAK, _gather(input_ids_BS, targets_BAK), 0),
         valid_BAK=valid_BAK,
         weights_BAK=valid_BAK.float() * decay_K,
-        used=used_slots(valid_BAK, columns_BAK, length),
+        used=slots_of(valid_BAK, columns_BAK, length),
     )
-
-
-def used_slots(used_BAK: Tensor, columns_BAK: Tensor, length: int) -> Slots:
-    """The slots selected by a mask, in rows of `length` columns."""
-    slots_N = used_BAK.flatten().nonzero().flatten()
-    rows_BAK = torch.arange(len(used_BAK))[:, None, None]
-    columns_P, place_N = torch.unique((rows_BAK * length + columns_BAK)[used_BAK], return_inverse=True)
-    return Slots(slots_N, columns_P, place_N)
 
 
 def _gather(values_BS: Tensor, columns_BAK: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dspark.learning import Eagle3Settings
 from dspark.training.batch import Batch, Tokens
-from dspark.training.blocks import Blocks, make_blocks, used_slots
+from dspark.training.blocks import Blocks, make_blocks
+from dspark.training.slots import slots_of
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,6 @@ class Chains(Blocks):
     """
 
     divisor: Tensor  # scalar, fp32: what this batch adds to the denominator of the whole optimizer step
-    used_by_step: tuple[Tensor, ...]  # K times int64, the chains used at a step, flat in [B, A], ascending
 
 
 def chain_anchors(loss_mask: NDArray[np.uint8], settings: Eagle3Settings) -> NDArray[np.int64]:
@@ -74,8 +74,7 @@ def make_chains(
     changed = {
         "valid_BAK": valid_BAK,
         "weights_BAK": weights_BAK.float(),
-        "used": used_slots(used_BAK, blocks.columns_BAK, batch.input_ids_BS.shape[1]),
+        "used": slots_of(used_BAK, blocks.columns_BAK, batch.input_ids_BS.shape[1]),
         "divisor": divisor.float(),
-        "used_by_step": tuple(step_BA.flatten().nonzero().flatten() for step_BA in used_BAK.unbind(-1)),
     }
     return Chains(**{**given, **changed})

@@ -37,12 +37,19 @@ class _Opening(NamedTuple):
     size: int
 
 
+class MicroBatch(NamedTuple):
+    """A batch and the blocks that are trained on it."""
+
+    batch: Batch
+    blocks: Blocks
+
+
 @dataclass(frozen=True)
 class _Piece:
     """One micro-batch under way, and with the first of a share its opening."""
 
     opening: Arrival[_Opening] | None
-    part: Arrival[tuple[Batch, Blocks]]
+    part: Arrival[MicroBatch]
     seconds: float  # that it took to make, waiting left out
 
 
@@ -53,7 +60,7 @@ class ReadyShare:
     weights: Tensor  # [micro-batches], fp32
     tokens: int
     counts: Means
-    micro_batches: Iterator[tuple[Batch, Blocks]]
+    micro_batches: Iterator[MicroBatch]
 
 
 def ready_shares(
@@ -96,7 +103,7 @@ def _pieces(shares: Generator[tuple[Share, float], None, None], transfer: Transf
             begun: Arrival[_Opening] | None = transfer.begin(opening)
             for number, blocks in enumerate(share.blocks):
                 since = time.perf_counter()
-                part = transfer.begin((share.batches[number], blocks))
+                part = transfer.begin(MicroBatch(share.batches[number], blocks))
                 yield _Piece(begun, part, seconds + time.perf_counter() - since)
                 begun, seconds = None, 0.0
     finally:
@@ -105,7 +112,7 @@ def _pieces(shares: Generator[tuple[Share, float], None, None], transfer: Transf
 
 def _micro_batches(
     piece: _Piece | None, size: int, pieces: Iterator[_Piece], book: Book
-) -> Generator[tuple[Batch, Blocks], None, None]:
+) -> Generator[MicroBatch, None, None]:
     """Those of one share, of which `piece` is the first."""
     for number in range(size):
         if number:

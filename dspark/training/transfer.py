@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def with_tensors(value: T, change: Callable[[Tensor], Tensor]) -> T:
-    """A copy of `value` with every tensor changed, through dataclasses, tuples and dicts; the rest stays as it is."""
+    """A copy of `value` with every tensor changed, through dataclasses, named tuples and dicts; the rest stays."""
     found: Any = value
     if isinstance(found, Tensor):
         found = change(found)
@@ -19,9 +19,8 @@ def with_tensors(value: T, change: Callable[[Tensor], Tensor]) -> T:
         found = replace(found, **{f.name: with_tensors(getattr(found, f.name), change) for f in fields(found)})
     elif isinstance(found, dict):
         found = {key: with_tensors(part, change) for key, part in found.items()}
-    elif isinstance(found, tuple):
-        parts = [with_tensors(part, change) for part in found]
-        found = type(found)(*parts) if hasattr(found, "_fields") else tuple(parts)
+    elif isinstance(found, tuple) and hasattr(found, "_fields"):
+        found = type(found)(*(with_tensors(part, change) for part in found))
     return found
 
 
@@ -30,7 +29,8 @@ class Arrival(Generic[T]):
     """Tensors on a device, whose copy may still be under way."""
 
     _value: T
-    _copied: torch.cuda.Event | None
+    _tensors: list[Tensor]  # all of the value's
+    _copied: torch.cuda.Event | None  # None: nothing had to be copied
 
     def get(self) -> T:
         """The tensors for the current stream, which waits for the copy; the host goes on."""
@@ -38,13 +38,9 @@ class Arrival(Generic[T]):
             stream = torch.cuda.current_stream(self._copied.device)
             stream.wait_event(self._copied)
             # They were allocated for the copying stream: their memory is free when this one has passed too.
-            with_tensors(self._value, lambda tensor: _recorded(tensor, stream))
+            for tensor in self._tensors:
+                tensor.record_stream(stream)
         return self._value
-
-
-def _recorded(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
-    tensor.record_stream(stream)
-    return tensor
 
 
 class Transfer:
@@ -62,7 +58,12 @@ class Transfer:
         """
         stream = self.stream
         if stream is None:
-            return Arrival(value, None)
+            return Arrival(value, [], None)
+        tensors: list[Tensor] = []
+
+        def copy(tensor: Tensor) -> Tensor:
+            tensors.append(tensor.pin_memory().to(stream.device, non_blocking=True))
+            return tensors[-1]
+
         with torch.cuda.stream(stream):
-            moved = with_tensors(value, lambda tensor: tensor.pin_memory().to(stream.device, non_blocking=True))
-            return Arrival(moved, stream.record_event())
+            return Arrival(with_tensors(value, copy), tensors, stream.record_event())

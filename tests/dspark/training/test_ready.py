@@ -15,9 +15,7 @@ from dspark.data.plan import Plan
 from dspark.learning import DrafterSettings, Eagle3Settings, TrainSettings
 from dspark.model.config import DraftConfig
 from dspark.sections import DataSettings, TargetSettings
-from dspark.training.batch import Batch
-from dspark.training.blocks import Blocks
-from dspark.training.ready import ReadyShare, ready_shares
+from dspark.training.ready import MicroBatch, ReadyShare, ready_shares
 from dspark.training.share import Share, make_share
 from dspark.training.transfer import Transfer, with_tensors
 from tests.dspark.small import SMALL_EAGLE3, small_config
@@ -48,27 +46,29 @@ def share_at(step: int, config: DraftConfig, settings: Settings) -> Share:
     return make_share(table, range(step * ROWS, (step + 1) * ROWS), PLAN, config, settings)
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def tensors_of(*values: Any) -> list[Tensor]:
+    """All tensors in the values, in order."""
     found: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
-    with_tensors(value, keep)
+    for value in values:
+        with_tensors(value, keep)
     return found
 
 
 def assert_equal(found: ReadyShare, share: Share) -> None:
     assert found.tokens == share.tokens
-    parts: list[tuple[Batch, Blocks]] = list(found.micro_batches)
+    parts = list(found.micro_batches)
     assert len(parts) == len(share.batches) == len(found.weights) == 3
     assert [type(blocks) for _, blocks in parts] == [type(blocks) for blocks in share.blocks]
     mine, theirs = (
-        tensors_of((found.weights, found.counts, tuple(parts))),
-        tensors_of((share.weights, share.counts, tuple(zip(share.batches, share.blocks, strict=True)))),
+        tensors_of(found.weights, found.counts, *parts),
+        tensors_of(share.weights, share.counts, *map(MicroBatch, share.batches, share.blocks)),
     )
-    assert len(mine) == len(theirs) >= 1 + 6 + 3 * (5 + 10)  # none is passed over
+    assert len(mine) == len(theirs) >= 1 + 6 + 3 * (5 + 11)  # none is passed over
     assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 
 
@@ -171,12 +171,12 @@ def test_micro_batches_reach_a_gpu_unchanged_without_the_host_waiting() -> None:
     table = captured(CONFIG, MASKS, broken=[1, 8]).slice(0, ROWS)
     share = make_share(table, range(ROWS), PLAN, CONFIG, settings, pinned=True)
     transfer = Transfer(device)
-    host = tuple(zip(share.batches, share.blocks, strict=True))
+    host = list(map(MicroBatch, share.batches, share.blocks))
     torch.cuda.set_sync_debug_mode("error")
     try:
         moved = [transfer.begin(part).get() for part in host]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    mine, theirs = tensors_of(tuple(moved)), tensors_of(host)
+    mine, theirs = tensors_of(*moved), tensors_of(*host)
     assert all(tensor.device == device for tensor in mine)
     assert all(torch.equal(one.cpu(), other) for one, other in zip(mine, theirs, strict=True))
