@@ -5,7 +5,7 @@
       -> every `log_every`: one all-reduce of metrics, one record
 
 Every rank makes the same calls in the same order, whatever its rows hold (`dspark.training.share`). Between two records
-this module never waits for the device; DeepSpeed does once per optimizer step, for the norm of the gradients.
+nothing here waits for the device; DeepSpeed does in its optimizer step, for the norm of the gradients.
 """
 
 import math

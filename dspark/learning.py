@@ -114,8 +114,8 @@ class TrainSettings(Section):
     )
     prefetch: Count = Field(
         2,
-        description="micro-batches made ready while others are trained, each of micro_batch x tokens x (taps + 1) x "
-        "hidden values in `precision`, on the host and on the GPU; 0: made when they are needed",
+        description="micro-batches made ready by threads while one is trained, each of micro_batch x tokens x "
+        "(taps + 1) x hidden values in `precision`, on the host and on the GPU; 0: each when it is needed",
     )
     anchors: Positive = Field(512, description="blocks drawn per row, A")
     logits_mb: Positive = Field(LOGITS_MB, description="memory of the objective's chunks of logits, in MB")

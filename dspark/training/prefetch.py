@@ -33,8 +33,7 @@ def prefetched(source: Generator[T, None, None], depth: int, name: str) -> Gener
     room, made, stop = threading.Semaphore(depth), SimpleQueue[T | _End](), threading.Event()
 
     def make() -> None:
-        # Threads of an operation are counted by thread: more here would come on top of those of the consumer, whose own
-        # number stays as it is.
+        # torch counts threads by the thread that calls: the reader keeps its number, and this one adds a single core.
         torch.set_num_threads(1)
         end = _End(None)
         try:

@@ -30,12 +30,13 @@ class Arrival(Generic[T]):
 
     _value: T
     _tensors: list[Tensor]  # all of the value's
+    _device: torch.device
     _copied: torch.cuda.Event | None  # None: nothing had to be copied
 
     def get(self) -> T:
         """The tensors for the current stream, which waits for the copy; the host goes on."""
         if self._copied is not None:
-            stream = torch.cuda.current_stream(self._copied.device)
+            stream = torch.cuda.current_stream(self._device)
             stream.wait_event(self._copied)
             # They were allocated for the copying stream: their memory is free when this one has passed too.
             for tensor in self._tensors:
@@ -50,6 +51,7 @@ class Transfer:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, value: T) -> Arrival[T]:
@@ -58,7 +60,7 @@ class Transfer:
         """
         stream = self.stream
         if stream is None:
-            return Arrival(value, [], None)
+            return Arrival(value, [], self.device, None)
         tensors: list[Tensor] = []
 
         def copy(tensor: Tensor) -> Tensor:
@@ -66,4 +68,4 @@ class Transfer:
             return tensors[-1]
 
         with torch.cuda.stream(stream):
-            return Arrival(with_tensors(value, copy), tensors, stream.record_event())
+            return Arrival(with_tensors(value, copy), tensors, stream.device, stream.record_event())
