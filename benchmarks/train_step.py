@@ -8,19 +8,12 @@ loss and backward of one batch. Where the textbook's step would not fit, it runs
 bytes are scaled, which the table says.
 """
 
-import argparse
 import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 RECORD = Path("docs/performance.md")
 SIDES = {"a": "project", "b": "textbook", "c": "products"}

@@ -19,7 +19,6 @@ from dspark.training.blocks import Blocks
 from dspark.training.chains import Chains
 from dspark.training.means import Mean, Means, weighted_mean
 from dspark.training.objective import Objective, acceptance_means
-from dspark.training.slots import slots_of
 from dspark.training.terms import Judged, judge
 from dspark.training.workspace import Workspace
 
@@ -81,7 +80,7 @@ class Eagle3Objective(nn.Module):
         """
         states_BAKH = run_chains(self.drafter, vocabulary, batch, chains)
         carries_BAK = chains.weights_BAK > 0
-        slots = slots_of(carries_BAK | chains.valid_BAK, chains.columns_BAK, batch.input_ids_BS.shape[1])
+        slots = chains.used
         judged = Judged(
             vocabulary=vocabulary,
             final_PH=batch.final_BSH.flatten(0, 1)[slots.place_P],

@@ -9,7 +9,7 @@ from torch import Tensor
 from dspark.config import Settings
 from dspark.model.drafter import Drafter
 from dspark.model.kinds import AnyDrafter
-from dspark.training.batch import Batch, Place
+from dspark.training.batch import Place, Tokens
 from dspark.training.blocks import Blocks, draw_anchors, make_blocks
 from dspark.training.chains import Chains, chain_anchors, make_chains
 from dspark.training.eagle3 import Eagle3Objective
@@ -33,7 +33,7 @@ def anchors_of(loss_mask: NDArray[np.uint8], settings: Settings, epoch: int, sam
 
 
 def blocks_of(
-    batch: Batch,
+    tokens: Tokens,
     anchors: Sequence[NDArray[np.int64]],
     lengths: Sequence[int],
     settings: Settings,
@@ -44,14 +44,14 @@ def blocks_of(
     `lengths`: tokens of each sample, 0 for one that takes no part; `places`: where each lies.
     """
     if settings.drafter.kind == "eagle3":
-        return make_chains(batch, anchors, lengths, settings.eagle3, places)
+        return make_chains(tokens, anchors, lengths, settings.eagle3, places)
     return make_blocks(
-        batch.input_ids_BS,
-        batch.loss_mask_BS,
+        tokens.input_ids_BS,
+        tokens.loss_mask_BS,
         anchors,
         settings.drafter.block,
         settings.loss.gamma,
-        batch.starts_BS,
+        tokens.starts_BS,
     )
 
 

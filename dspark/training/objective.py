@@ -17,7 +17,7 @@ from dspark.model.vocabulary import Vocabulary
 from dspark.training.batch import Batch
 from dspark.training.blocks import Blocks, block_inputs, visibility
 from dspark.training.means import Mean, Means, weighted_mean
-from dspark.training.slots import Slots, slots_of
+from dspark.training.slots import Slots
 from dspark.training.terms import Judged, MarkovBias, judge
 from dspark.training.workspace import Workspace
 
@@ -116,7 +116,7 @@ class DraftObjective(nn.Module):
         `denominator` is the sum of slot weights that the caller chose (design section 4: over the whole step).
         """
         output = run_drafter(self.drafter, vocabulary, batch, blocks)
-        slots = slots_of(blocks.valid_BAK, blocks.columns_BAK, batch.input_ids_BS.shape[1])
+        slots = blocks.used
         weights_N = slots.of(blocks.weights_BAK)
         judged = Judged(
             vocabulary=vocabulary,

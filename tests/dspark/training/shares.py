@@ -75,4 +75,4 @@ def share_of(table: pa.Table, config: DraftConfig, settings: Settings, counted: 
     """One rank's share that holds the whole table, all of it of epoch 0."""
     rows = table.num_rows
     plan = Plan(tuple(range(rows)), tuple(counted or [True] * rows), (0,) * rows, rows)
-    return make_share(table, range(rows), plan, config, settings, torch.device("cpu"))
+    return make_share(table, range(rows), plan, config, settings)

@@ -138,7 +138,7 @@ def test_a_packed_step_equals_the_step_of_rows_alone(alignment: Any, normaliser:
         )
         for tokens in (None, 16)
     )
-    assert [len(batch.input_ids_BS) for batch in alone.batches + packed.batches] == [3, 3, 1, 2]
+    assert [len(batch.input_ids_BS) for batch in (*alone.batches, *packed.batches)] == [3, 3, 1, 2]
     assert torch.equal(packed.weights, alone.weights) and packed.tokens == alone.tokens
     losses, means, gradients = step_of(alone)
     found, found_means, found_gradients = step_of(packed)
