@@ -116,4 +116,4 @@ def prepare_prompts(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> P
     if evaluate.benchmarks is not None:
         prompts = prompts + benchmark_prompts(evaluate.benchmarks, evaluate.benchmark_prompts)
     renderer = Renderer(tokenizer, data.max_length, data.thinking)
-    return PromptRows(prompts, [renderer.prompt(prompt.messages) for prompt in prompts])
+    return PromptRows(prompts, [renderer.prompt(prompt.messages, prompt.tools) for prompt in prompts])
