@@ -179,15 +179,15 @@ def _message(turn: Any, roles: Mapping[str, str]) -> Message:
         raise Unusable("a message holds function_call, which no template prints: write it as tool_calls")
     parts = {key: turn[key] for key in PARTS if turn.get(key)}
     if "tool_calls" in parts:
-        parts["tool_calls"] = _calls(parts["tool_calls"])
+        parts["tool_calls"] = typed_calls(parts["tool_calls"])
     content = turn.get("content", turn.get("value"))
     # A turn that only calls a tool says nothing.
     text = "" if content is None and "tool_calls" in parts else _content(content)
     return Message(roles[role], text, parts, turn.get("train") is not False)
 
 
-def _calls(calls: Any) -> list[dict[str, Any]]:
-    """Tool calls as templates read them: arguments that came as JSON text become values."""
+def typed_calls(calls: Any) -> list[dict[str, Any]]:
+    """Tool calls as templates read them: arguments that came as JSON text become values. Raises Unusable."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise Unusable("a message's tool_calls is not a list of objects")
     typed = []

@@ -1,0 +1,71 @@
+"""Conversations to outcomes, by responder actors on Ray or by threads that ask servers."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+from actors.pipelines import answered
+from actors.responder import AnswerTask, outcomes_in, task_table
+from dspark.data.conversations import Conversation
+from dspark.data.ledger import Outcome
+from dspark.decoding.answers import Asking, answer_tasks
+from dspark.decoding.endpoint import Endpoint, Unreachable
+from dspark.errors import InputError
+from dspark.target import load_tokenizer
+from jobs.preparing import Work, first_prompt_lengths
+from jobs.session import ray_session
+
+# So many conversations in a row without an answer, and nobody is there.
+_GIVE_UP_AFTER = 20
+
+
+def by_actors(work: Work, rows: Sequence[Conversation]) -> Iterator[list[Outcome]]:
+    """Outcomes as the actors finish their tasks."""
+    settings, prepare = work.settings, work.settings.prepare
+    task = AnswerTask(settings.target, prepare, settings.data.thinking, work.sampling, work.max_length)
+    places = answer_tasks(first_prompt_lengths(work, rows), prepare.task_rows)
+    booked = {"CPU": prepare.actors * prepare.cpus, "GPU": prepare.actors * prepare.gpus}
+    with ray_session(settings, booked):
+        for table in answered(task, [task_table([rows[place] for place in task]) for task in places]):
+            yield outcomes_in(table)
+
+
+def by_endpoint(work: Work, rows: Sequence[Conversation], unreachable: dict[str, str]) -> Iterator[list[Outcome]]:
+    """Outcomes as the servers give them. Conversations that no server answered go to `unreachable`, by digest.
+
+    Raises:
+        InputError: the servers refuse the settings, or many conversations in a row got no answer.
+    """
+    settings, prepare = work.settings, work.settings.prepare
+    asking = Asking(work.making.renderer, work.sampling, prepare.max_tokens, work.max_length)
+    ends = [str(token) for token in load_tokenizer(settings.target).all_special_tokens]
+    endpoint = Endpoint(prepare.endpoint, prepare.endpoint.model or settings.target.model, asking, ends)
+    waiting = iter(rows)
+    running: dict[Future[Outcome], Conversation] = {}
+    in_a_row = 0
+    with ThreadPoolExecutor(work.parallel) as pool:
+        try:
+            while True:
+                # No more are handed over than are worked on, so that a stop leaves little behind.
+                for row in (row for _, row in zip(range(work.parallel - len(running)), waiting, strict=False)):
+                    running[pool.submit(endpoint.answer, row)] = row
+                if not running:
+                    return
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                outcomes = []
+                for future in done:
+                    row = running.pop(future)
+                    try:
+                        outcomes.append(future.result())
+                        in_a_row = 0
+                    except Unreachable as error:
+                        unreachable[row.digest] = str(error)
+                        in_a_row += 1
+                yield outcomes
+                if in_a_row >= _GIVE_UP_AFTER:
+                    raise InputError(
+                        f"{in_a_row} conversations in a row got {unreachable[row.digest]}: look at the servers, then "
+                        f"go on with --resume {work.folder}"
+                    )
+        finally:
+            for future in running:
+                future.cancel()

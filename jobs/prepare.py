@@ -1,0 +1,107 @@
+"""`dspark prepare`: conversations in, rows with the target's own answers out.
+
+source -> cleaned, distinct conversations -> responders -> ledger of answers -> train, validation, held_out, failures
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from dspark.config import Settings
+from dspark.data.conversations import Conversation, Dropped
+from dspark.data.ledger import IDENTITY, Ledger, Outcome, begin_folder, check_resumed
+from dspark.data.prepared import FAILURES, write_prepared
+from jobs.answering import by_actors, by_endpoint
+from jobs.preparing import Work, plan_work, print_work
+from jobs.progress import Stage, stage
+
+
+def prepare(settings: Settings, resume: Path | None, dry_run: bool) -> None:
+    """Answers every conversation of the source; with `dry_run` only says what would happen.
+
+    Raises:
+        InputError: anything that a user, a file, a server or the machine can mend; what was answered stays on disk.
+    """
+    console = Console()
+    work = plan_work(settings, resume)
+    if resume is not None:
+        check_resumed(work.folder, work.making.identity)
+    if dry_run:
+        _print_plan(console, work)
+        return
+    if resume is None:
+        begin_folder(work.folder, work.making.identity)
+    with Ledger(work.folder, write=True) as ledger:
+        missing = work.missing(ledger)
+        print_work(console, work, missing, ledger)
+        unreachable = _answer(console, work, missing, ledger)
+        manifest = _write(console, work, ledger, unreachable)
+    _print_result(console, work, manifest, unreachable)
+
+
+def _print_plan(console: Console, work: Work) -> None:
+    if not (work.folder / IDENTITY).is_file():
+        print_work(console, work, work.rows, None)
+        return
+    with Ledger(work.folder, write=False) as ledger:
+        print_work(console, work, work.missing(ledger), ledger)
+
+
+def _answer(console: Console, work: Work, missing: Sequence[Conversation], ledger: Ledger) -> dict[str, str]:
+    """Answers what is missing, batch by batch into the ledger; returns what no server answered, with the reasons."""
+    unreachable: dict[str, str] = {}
+    if not missing:
+        return unreachable
+    via = work.settings.prepare.via
+    batches = by_endpoint(work, missing, unreachable) if via == "endpoint" else by_actors(work, missing)
+    with stage(console, "answers", len(missing)) as bar:
+        _collect(bar, batches, ledger, unreachable)
+    return unreachable
+
+
+def _collect(bar: Stage, batches: Iterator[list[Outcome]], ledger: Ledger, unreachable: dict[str, str]) -> None:
+    done = tokens = cut = failed = 0
+    for outcomes in batches:
+        ledger.append(outcomes)
+        done += len(outcomes)
+        tokens += sum(answer.tokens for outcome in outcomes for answer in outcome.answers)
+        cut += sum(answer.finish == "length" for outcome in outcomes for answer in outcome.answers)
+        failed += sum(outcome.failure is not None for outcome in outcomes)
+        note = f"{tokens:,} tokens  {bar.rate(tokens):,.0f} tok/s  {cut} cut off  {failed + len(unreachable)} failed"
+        bar.update(done + len(unreachable), note)
+
+
+def _write(console: Console, work: Work, ledger: Ledger, unreachable: dict[str, str]) -> dict[str, Any]:
+    """The final files from the ledger."""
+
+    def results(bar: Stage) -> Iterator[dict[str, Any] | Dropped]:
+        for number, row in enumerate(work.rows, start=1):
+            reason = unreachable.get(row.digest)
+            yield work.making.row(row, Outcome(row.digest, (), reason, 0.0) if reason else ledger[row.digest])
+            bar.update(number)
+
+    facts = {"source": work.source, "target": dict(work.target)}
+    allowed = work.settings.data.max_bad_fraction
+    with stage(console, "rows", len(work.rows)) as bar:
+        return write_prepared(work.folder, work.making, work.rows, results(bar), work.dropped, facts, allowed)
+
+
+def _print_result(console: Console, work: Work, manifest: dict[str, Any], unreachable: dict[str, str]) -> None:
+    for name, counts in manifest["files"].items():
+        cut = f", {counts['cut']} of them cut off" if counts["cut"] else ""
+        console.print(f"{name}: {counts['rows']:,} rows, {counts['tokens']:,} tokens{cut}")
+    for reason, count in manifest["failures"].items():
+        console.print(f"{FAILURES}: {count:,} x {escape(reason)}", soft_wrap=True)
+    if unreachable:
+        console.print(f"{len(unreachable)} had no answer from any server: --resume {work.folder} asks again")
+    console.print(f"data.conversations={work.folder / 'train.jsonl'} data.held_out={work.folder / 'held_out.jsonl'}")
+    console.print(str(work.folder), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    from jobs.cli import command_main
+
+    command_main("prepare")
