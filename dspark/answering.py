@@ -11,7 +11,7 @@ from dspark.sections import Count, Fraction, Positive, Section, Weight
 class EndpointSettings(Section):
     """OpenAI-compatible servers of the target, for `prepare.via=endpoint`."""
 
-    addresses: tuple[Annotated[str, Field(pattern=r"^https?://[^\s?#]+$")], ...] = Field(
+    addresses: tuple[Annotated[str, Field(pattern=r"^https?://[^\s?#@]+$")], ...] = Field(
         (), description="base addresses such as http://host:8000/v1; requests go to the least busy one"
     )
     api: Literal["completions", "chat"] = Field(
