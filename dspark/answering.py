@@ -21,7 +21,7 @@ class EndpointSettings(Section):
     key_variable: str | None = Field(
         None, description="environment variable that holds the key; null: no key is sent; it is never written anywhere"
     )
-    concurrency: Positive = Field(32, description="requests in flight per address")
+    concurrency: Positive = Field(32, description="requests in flight, times the number of addresses")
     timeout_s: Annotated[float, Field(gt=0)] = Field(600, description="longest wait for one answer")
     attempts: Positive = Field(6, description="tries per answer, with growing pauses, on 429, 5xx and timeouts")
 

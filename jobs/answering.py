@@ -11,18 +11,18 @@ from dspark.decoding.answers import Asking, answer_tasks
 from dspark.decoding.endpoint import Endpoint, Unreachable
 from dspark.errors import InputError
 from dspark.target import load_tokenizer
-from jobs.preparing import Work, first_prompt_lengths
+from jobs.preparing import Work
 from jobs.session import ray_session
 
 # So many conversations in a row without an answer, and nobody is there.
 _GIVE_UP_AFTER = 20
 
 
-def by_actors(work: Work, rows: Sequence[Conversation]) -> Iterator[list[Outcome]]:
-    """Outcomes as the actors finish their tasks."""
+def by_actors(work: Work, rows: Sequence[Conversation], lengths: Sequence[int]) -> Iterator[list[Outcome]]:
+    """Outcomes as the actors finish their tasks; `lengths` are those of the first prompts."""
     settings, prepare = work.settings, work.settings.prepare
     task = AnswerTask(settings.target, prepare, settings.data.thinking, work.sampling, work.max_length)
-    places = answer_tasks(first_prompt_lengths(work, rows), prepare.task_rows)
+    places = answer_tasks(lengths, prepare.task_rows)
     booked = {"CPU": prepare.actors * prepare.cpus, "GPU": prepare.actors * prepare.gpus}
     with ray_session(settings, booked):
         for table in answered(task, [task_table([rows[place] for place in task]) for task in places]):

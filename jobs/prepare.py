@@ -4,6 +4,7 @@ source -> cleaned, distinct conversations -> responders -> ledger of answers -> 
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from rich.markup import escape
 
 from dspark.config import Settings
 from dspark.data.conversations import Conversation, Dropped
-from dspark.data.ledger import IDENTITY, Ledger, Outcome, begin_folder, check_resumed
+from dspark.data.ledger import Ledger, Outcome, begin_folder, check_new, check_resumed
 from dspark.data.prepared import FAILURES, write_prepared
 from jobs.answering import by_actors, by_endpoint
-from jobs.preparing import Work, plan_work, print_work
+from jobs.preparing import Work, first_prompt_lengths, plan_work, print_work
 from jobs.progress import Stage, stage
 
 
@@ -27,36 +28,40 @@ def prepare(settings: Settings, resume: Path | None, dry_run: bool) -> None:
     """
     console = Console()
     work = plan_work(settings, resume)
-    if resume is not None:
+    if resume is None:
+        check_new(work.folder)
+    else:
         check_resumed(work.folder, work.making.identity)
     if dry_run:
-        _print_plan(console, work)
+        _print_plan(console, work, resumed=resume is not None)
         return
     if resume is None:
         begin_folder(work.folder, work.making.identity)
     with Ledger(work.folder, write=True) as ledger:
         missing = work.missing(ledger)
-        print_work(console, work, missing, ledger)
-        unreachable = _answer(console, work, missing, ledger)
+        lengths = first_prompt_lengths(work, missing)
+        print_work(console, work, missing, lengths, ledger)
+        unreachable = _answer(console, work, missing, lengths, ledger)
         manifest = _write(console, work, ledger, unreachable)
     _print_result(console, work, manifest, unreachable)
 
 
-def _print_plan(console: Console, work: Work) -> None:
-    if not (work.folder / IDENTITY).is_file():
-        print_work(console, work, work.rows, None)
-        return
-    with Ledger(work.folder, write=False) as ledger:
-        print_work(console, work, work.missing(ledger), ledger)
+def _print_plan(console: Console, work: Work, resumed: bool) -> None:
+    with Ledger(work.folder, write=False) if resumed else nullcontext() as ledger:
+        missing = work.missing(ledger)
+        print_work(console, work, missing, first_prompt_lengths(work, missing), ledger)
 
 
-def _answer(console: Console, work: Work, missing: Sequence[Conversation], ledger: Ledger) -> dict[str, str]:
+def _answer(
+    console: Console, work: Work, missing: Sequence[Conversation], lengths: Sequence[int], ledger: Ledger
+) -> dict[str, str]:
     """Answers what is missing, batch by batch into the ledger; returns what no server answered, with the reasons."""
     unreachable: dict[str, str] = {}
     if not missing:
         return unreachable
-    via = work.settings.prepare.via
-    batches = by_endpoint(work, missing, unreachable) if via == "endpoint" else by_actors(work, missing)
+    batches = by_actors(work, missing, lengths)
+    if work.settings.prepare.via == "endpoint":
+        batches = by_endpoint(work, missing, unreachable)
     with stage(console, "answers", len(missing)) as bar:
         _collect(bar, batches, ledger, unreachable)
     return unreachable

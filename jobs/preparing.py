@@ -130,8 +130,10 @@ def _identity(
     return identity | {"data.thinking": settings.data.thinking} | {f"render.{key}": facts[key] for key in facts}
 
 
-def print_work(console: Console, work: Work, missing: Sequence[Conversation], ledger: Ledger | None) -> None:
-    """The plan on the screen."""
+def print_work(
+    console: Console, work: Work, missing: Sequence[Conversation], lengths: Sequence[int], ledger: Ledger | None
+) -> None:
+    """The plan on the screen; `lengths` are those of the missing conversations' first prompts."""
     settings, prepare = work.settings, work.settings.prepare
     answers = sum(len(answered_turns(row.messages)) for row in missing)
     splits = split_counts(work.rows, prepare.validation, prepare.held_out)
@@ -139,7 +141,7 @@ def print_work(console: Console, work: Work, missing: Sequence[Conversation], le
     lines = {
         "source": f"{work.source}: {len(work.rows):,} conversations; {len(work.dropped):,} dropped{_reasons(work)}",
         "rows": ", ".join(f"{count:,} {split}" for split, count in splits.items()),
-        "answers": f"{answers:,} to write in {len(missing):,} conversations, {_tokens(work, missing):,} tokens in the "
+        "answers": f"{answers:,} to write in {len(missing):,} conversations, {sum(lengths):,} tokens in the "
         f"first prompts, at most {answers * prepare.max_tokens:,} new ones",
         "sampling": f"{rule}, seed {settings.seed}, at most {prepare.max_tokens:,} tokens",
         "by": _who(settings),
@@ -156,10 +158,6 @@ def print_work(console: Console, work: Work, missing: Sequence[Conversation], le
     for label, text in lines.items():
         table.add_row(f"[bold]{label}", text)
     console.print(table)
-
-
-def _tokens(work: Work, rows: Sequence[Conversation]) -> int:
-    return sum(first_prompt_lengths(work, rows))
 
 
 def first_prompt_lengths(work: Work, rows: Sequence[Conversation]) -> list[int]:

@@ -66,3 +66,7 @@ def serving(*behaviours: Behaviour) -> Iterator[list[Server]]:
 def completion(text: str, finish: str = "stop", prompt_tokens: int | None = None) -> Reply:
     usage = {"completion_tokens": 3} | ({} if prompt_tokens is None else {"prompt_tokens": prompt_tokens})
     return 200, {"choices": [{"text": text, "finish_reason": finish}], "usage": usage}
+
+
+def always(reply: Reply) -> Behaviour:
+    return lambda number, body: reply

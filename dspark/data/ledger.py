@@ -117,19 +117,27 @@ class Ledger:
         return place
 
 
+def check_new(folder: Path) -> None:
+    """Passes iff nothing would be overwritten.
+
+    Raises:
+        InputError: the folder holds something already.
+    """
+    found = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    if IDENTITY in found:
+        raise InputError(f"{folder} holds prepared rows already: add --resume {folder}, or name another folder")
+    if found or folder.is_file():
+        raise InputError(f"{folder} is not empty ({', '.join(found[:3])}): name a new folder in prepare.folder")
+
+
 def begin_folder(folder: Path, identity: Mapping[str, Any]) -> None:
     """Makes a new prepared folder that says how its answers are made.
 
     Raises:
-        InputError: the folder holds something already, or cannot be written.
+        InputError: the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        found = sorted(file.name for file in folder.iterdir())
-        if IDENTITY in found:
-            raise InputError(f"{folder} holds prepared rows already: add --resume {folder}, or name another folder")
-        if found:
-            raise InputError(f"{folder} is not empty ({', '.join(found[:3])}): name a new folder in prepare.folder")
         (folder / LEDGER).touch()
         write_whole(folder / IDENTITY, json.dumps(identity, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from dspark.config import Settings
 from dspark.data.ledger import LEDGER, Ledger, outcome_of
 from dspark.decoding.answers import Asking, answer_all, engine_respond
 from dspark.decoding.engine import Engine
@@ -22,14 +23,13 @@ from jobs.prepare import prepare
 from jobs.preparing import plan_work
 from jobs.rows import prepare_prompts, prepare_rows
 from tests.conftest import tiny_preset
+from tests.servers import Reply, Server, always, completion, serving
 from tests.tiny import tiny_target_folder
 
 REPOSITORY = Path(__file__).parents[2]
-ANSWERS = {
-    "targets": {},
-    "data": {"max_bad_fraction": 0.5},
-    "prepare": {"validation": 0.2, "held_out": 0.3, "max_tokens": 12, "keep_cut": True, "batch": 3, "task_rows": 4},
-}
+ANSWERS: dict[str, Any] = {
+    "validation": 0.2, "held_out": 0.3, "max_tokens": 12, "keep_cut": True, "batch": 3, "task_rows": 4
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def source(folder: Path, count: int = 24) -> Path:
 
 
 def preset_for(folder: Path, target: Path, **prepare: Any) -> Path:
-    wanted = {**ANSWERS["prepare"], "source": str(source(folder)), "folder": str(folder / "prepared"), **prepare}
-    return tiny_preset(folder, target, **{**ANSWERS, "prepare": wanted})
+    wanted = {**ANSWERS, "source": str(source(folder)), "folder": str(folder / "prepared"), **prepare}
+    return tiny_preset(folder, target, data={"max_bad_fraction": 0.5}, prepare=wanted)
 
 
 def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -182,6 +182,83 @@ def test_a_finished_folder_is_kept_and_resumed_only_with_its_own_settings(
 def test_bad_input_is_refused_with_what_to_do(tmp_path: Path, tiny_target: Path, override: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         prepare(load_settings(preset_for(tmp_path, tiny_target), [override]), None, False)
+
+
+def test_a_source_is_a_path_where_it_is_written_as_one_or_lies_there(tmp_path: Path, tiny_target: Path) -> None:
+    preset = tiny_preset(tmp_path, tiny_target, prepare={"source": "chats.jsonl"})
+    (tmp_path / "raw").mkdir()
+    assert load_settings(preset, []).prepare.source == str(tmp_path / "chats.jsonl")
+    found = [
+        load_settings(preset, [f"prepare.source={name}"], home=tmp_path).prepare.source
+        for name in ("raw", "./new", "owner/chats", "more/chats.parquet.gz")
+    ]
+    assert found == [f"{tmp_path}/raw", f"{tmp_path}/new", "owner/chats", f"{tmp_path}/more/chats.parquet.gz"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["prepare.validation=0.5", "prepare.held_out=0.5"], "leave nothing for training"),
+        (["prepare.via=endpoint"], "via=endpoint and endpoint.addresses belong together"),
+        (["prepare.endpoint.addresses=[http://a/v1]"], "via=endpoint and endpoint.addresses belong together"),
+        (
+            ["prepare.via=endpoint", "prepare.endpoint.addresses=[http://me:secret@a/v1]"],
+            "prepare.endpoint.addresses.0",
+        ),
+        (["prepare.min_p=1.5"], "prepare.min_p"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    tmp_path: Path, tiny_target: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        load_settings(tiny_preset(tmp_path, tiny_target), overrides)
+
+
+def served(preset: Path, *servers: Server, **endpoint: Any) -> Settings:
+    wanted = {"addresses": [server.address for server in servers], "attempts": 1, "concurrency": 2, **endpoint}
+    overrides = [f"prepare.endpoint.{key}={json.dumps(value)}" for key, value in wanted.items()]
+    return load_settings(preset, ["prepare.via=endpoint", *overrides])
+
+
+def test_servers_answer_within_bounds_and_what_they_failed_is_asked_again_on_resume(
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREPARE_TEST_KEY", "sk-never-written")
+    preset = preset_for(tmp_path, tiny_target)
+    folder = tmp_path / "prepared"
+
+    def rude_once(number: int, body: dict[str, Any]) -> Reply:
+        time.sleep(0.01)
+        return (503, "sk-never-written?") if number == 3 else completion("served")
+
+    with serving(rude_once, always(completion("served"))) as servers:
+        settings = served(preset, *servers, key_variable="PREPARE_TEST_KEY")
+        prepare(settings, None, False)
+        assert len(answered(folder)) == 23
+        assert max(server.busiest for server in servers) <= 2
+        assert min(len(server.requests) for server in servers) > 3
+        assert "HTTP 503" in next(row for row in rows_of(folder, "failures.jsonl") if row["row"] < 25)["reason"]
+        asked = sum(len(server.requests) for server in servers)
+        prepare(settings, folder, False)
+        assert sum(len(server.requests) for server in servers) - asked in (
+            1,
+            2,
+        )  # one conversation, of one or two turns
+    assert len(answered(folder)) == 24
+    assert answered(folder)["row-1"][1] == {"role": "assistant", "content": "served"}
+    assert not any(b"sk-never-written" in file.read_bytes() for file in folder.iterdir())
+
+
+def test_servers_that_answer_nobody_stop_the_job_and_what_was_answered_stays(tmp_path: Path, tiny_target: Path) -> None:
+    preset = preset_for(tmp_path, tiny_target)
+    with serving(lambda number, body: completion("early") if number < 3 else (500, "gone")) as servers:
+        with pytest.raises(InputError, match=r"20 conversations in a row got no answer in 1 attempts.*--resume"):
+            prepare(served(preset, *servers, concurrency=1), None, False)
+        assert len(servers[0].requests) == 22
+    with Ledger(tmp_path / "prepared", write=False) as ledger:
+        assert len(ledger) > 0
+    assert not (tmp_path / "prepared" / "train.jsonl").exists()
 
 
 def start(preset: Path, *arguments: str) -> subprocess.Popen[str]:

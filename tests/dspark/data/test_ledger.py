@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dspark.data.dialogue import Answer
-from dspark.data.ledger import IDENTITY, LEDGER, Ledger, Outcome, begin_folder, check_resumed, outcome_of
+from dspark.data.ledger import IDENTITY, LEDGER, Ledger, Outcome, begin_folder, check_new, check_resumed, outcome_of
 from dspark.errors import InputError
 
 ANSWERED = Outcome("a", (Answer("é\n", "stop", 3), Answer("x", "length", 5, {"reasoning_content": "r"})), None, 1.5)
@@ -61,7 +61,7 @@ def test_a_folder_is_begun_once_and_resumed_only_as_it_was(tmp_path: Path) -> No
     with pytest.raises(InputError, match=r"made with prepare\.top_k=None, this run has 5"):
         check_resumed(folder, {"seed": 1, "prepare.top_k": 5})
     with pytest.raises(InputError, match="add --resume"):
-        begin_folder(folder, {"seed": 1})
+        check_new(folder)
     with pytest.raises(InputError, match="no folder of prepared rows"):
         check_resumed(tmp_path, {"seed": 1})
     assert json.loads((folder / IDENTITY).read_text()) == {"seed": 1}
@@ -70,5 +70,5 @@ def test_a_folder_is_begun_once_and_resumed_only_as_it_was(tmp_path: Path) -> No
 def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("mine")
     with pytest.raises(InputError, match=r"not empty \(train\.jsonl\)"):
-        begin_folder(tmp_path, {})
-    assert [file.name for file in tmp_path.iterdir()] == ["train.jsonl"]
+        check_new(tmp_path)
+    check_new(tmp_path / "new")

@@ -87,7 +87,7 @@ def test_open_conversations_are_asked_together_and_a_bad_one_costs_itself() -> N
 
     def row(*contents: str) -> Conversation:
         roles = ("user", "assistant", "user")
-        return Conversation("c", tuple(Message(*pair) for pair in zip(roles, contents, strict=False)), None, 1)  # type: ignore[arg-type]
+        return Conversation("c", tuple(Message(*pair) for pair in zip(roles, contents, strict=False)), None, 1)
 
     rows = [row("one"), row("longer", "recorded", "more"), row("too long" * 30), row("mid")]
     asking = Asking(Renderer(tokenizer, 512, None), Sampling(), max_tokens=9, max_length=100)

@@ -12,15 +12,11 @@ from dspark.decoding.answers import Asking
 from dspark.decoding.endpoint import Endpoint, Unreachable, key_of
 from dspark.decoding.sampling import Sampling
 from dspark.errors import InputError
-from tests.servers import Behaviour, Reply, Server, completion, serving
+from tests.servers import Reply, Server, always, completion, serving
 from tests.tiny import CHATML, tiny_tokenizer
 
 SECRET = "sk-not-to-be-seen"
 RULE = Sampling(temperature=0.7, top_p=0.9, top_k=20, seed=5)
-
-
-def always(reply: Reply) -> Behaviour:
-    return lambda number, body: reply
 
 
 def asking(thinking: bool | None = None, template: str = CHATML) -> Asking:
