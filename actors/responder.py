@@ -15,6 +15,7 @@ from dspark.decoding.answers import Asking, Respond, answer_all, engine_respond
 from dspark.decoding.engine import Engine
 from dspark.decoding.sampling import Sampling
 from dspark.decoding.vllm_respond import vllm_respond
+from dspark.errors import InputError
 from dspark.sections import TargetSettings
 from dspark.target import load_target, load_tokenizer
 
@@ -38,9 +39,16 @@ class ResponderActor:
         self.tokenizer = load_tokenizer(task.target)
         renderer = Renderer(self.tokenizer, task.max_length, task.thinking)
         self.asking = Asking(renderer, task.sampling, task.prepare.max_tokens, task.max_length)
-        self.respond = _respond(task)
+        # An error here would reach the driver as the death of an actor, so it is handed over as a result.
+        self.fault: str | None = None
+        try:
+            self.respond = _respond(task)
+        except InputError as error:
+            self.fault = str(error)
 
     def __call__(self, conversations: pa.Table) -> pa.Table:
+        if self.fault is not None:
+            return pa.table({"fault": [self.fault]})
         rows = [_unpacked(text) for text in conversations.column("conversation").to_pylist()]
         outcomes = answer_all(rows, self.asking, self.respond, self.tokenizer)
         return pa.table({"outcome": [outcome.line() for outcome in outcomes]})
@@ -58,7 +66,13 @@ def task_table(rows: Sequence[Conversation]) -> pa.Table:
 
 
 def outcomes_in(table: pa.Table) -> list[Outcome]:
-    """The outcomes that a responder returned."""
+    """The outcomes that a responder returned.
+
+    Raises:
+        InputError: it could not begin.
+    """
+    if "fault" in table.column_names:
+        raise InputError(table.column("fault")[0].as_py())
     return [outcome_of(line) for line in table.column("outcome").to_pylist()]
 
 

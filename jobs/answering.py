@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from threading import Event
 
 from actors.pipelines import answered
 from actors.responder import AnswerTask, outcomes_in, task_table
@@ -38,10 +39,12 @@ def by_endpoint(work: Work, rows: Sequence[Conversation], unreachable: dict[str,
     settings, prepare = work.settings, work.settings.prepare
     asking = Asking(work.making.renderer, work.sampling, prepare.max_tokens, work.max_length)
     ends = [str(token) for token in load_tokenizer(settings.target).all_special_tokens]
-    endpoint = Endpoint(prepare.endpoint, prepare.endpoint.model or settings.target.model, asking, ends)
+    stopped = Event()
+    endpoint = Endpoint(prepare.endpoint, prepare.endpoint.model or settings.target.model, asking, ends, stopped.wait)
     waiting = iter(rows)
     running: dict[Future[Outcome], Conversation] = {}
     in_a_row = 0
+    wrong: InputError | None = None
     with ThreadPoolExecutor(work.parallel) as pool:
         try:
             while True:
@@ -60,12 +63,17 @@ def by_endpoint(work: Work, rows: Sequence[Conversation], unreachable: dict[str,
                     except Unreachable as error:
                         unreachable[row.digest] = str(error)
                         in_a_row += 1
+                    except InputError as error:
+                        wrong = error
                 yield outcomes
+                if wrong is not None:
+                    raise wrong
                 if in_a_row >= _GIVE_UP_AFTER:
                     raise InputError(
                         f"{in_a_row} conversations in a row got {unreachable[row.digest]}: look at the servers, then "
                         f"go on with --resume {work.folder}"
                     )
         finally:
+            stopped.set()
             for future in running:
                 future.cancel()

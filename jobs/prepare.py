@@ -102,7 +102,8 @@ def _print_result(console: Console, work: Work, manifest: dict[str, Any], unreac
         console.print(f"{FAILURES}: {count:,} x {escape(reason)}", soft_wrap=True)
     if unreachable:
         console.print(f"{len(unreachable)} had no answer from any server: --resume {work.folder} asks again")
-    console.print(f"data.conversations={work.folder / 'train.jsonl'} data.held_out={work.folder / 'held_out.jsonl'}")
+    files = f"data.conversations={work.folder}/train.jsonl data.held_out={work.folder}/held_out.jsonl"
+    console.print(files, soft_wrap=True)
     console.print(str(work.folder), soft_wrap=True)
 
 

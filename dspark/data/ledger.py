@@ -118,12 +118,14 @@ class Ledger:
 
 
 def check_new(folder: Path) -> None:
-    """Passes iff nothing would be overwritten.
+    """Passes iff nothing would be overwritten; a folder whose ledger is empty counts as new.
 
     Raises:
         InputError: the folder holds something already.
     """
     found = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    if set(found) == {IDENTITY, LEDGER} and not (folder / LEDGER).stat().st_size:
+        return
     if IDENTITY in found:
         raise InputError(f"{folder} holds prepared rows already: add --resume {folder}, or name another folder")
     if found or folder.is_file():

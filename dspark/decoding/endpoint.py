@@ -84,7 +84,8 @@ class Endpoint:
         end_tokens: Sequence[str],
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`end_tokens`: what may end a turn; some servers leave it on the text. `pause` waits between attempts."""
+        """`end_tokens`: what may end a turn; some servers leave it on the text. `pause` waits between attempts, and
+        returns something true where no more shall be made."""
         self.settings, self.model, self.asking = settings, model, asking
         self._ends, self._pause, self._key = tuple(end_tokens), pause, key_of(settings)
         self._opener = urllib.request.build_opener(_NoRedirect)
@@ -127,7 +128,8 @@ class Endpoint:
             if attempt + 1 < self.settings.attempts:
                 # Half of the pause is chance, so that many who failed together do not come back together.
                 pause_s = _FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1)
-                self._pause(min(_LONGEST_PAUSE_S, max(pause_s, asked_s)))
+                if self._pause(min(_LONGEST_PAUSE_S, max(pause_s, asked_s))):
+                    raise Unreachable("no answer before the job was stopped")
         raise Unreachable(f"no answer in {self.settings.attempts} attempts, the last one at {reason}")
 
     def _body(

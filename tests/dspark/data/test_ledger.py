@@ -60,6 +60,9 @@ def test_a_folder_is_begun_once_and_resumed_only_as_it_was(tmp_path: Path) -> No
         check_resumed(folder, {"seed": 2})
     with pytest.raises(InputError, match=r"made with prepare\.top_k=None, this run has 5"):
         check_resumed(folder, {"seed": 1, "prepare.top_k": 5})
+    check_new(folder)  # nobody was answered yet, so there is nothing to lose
+    with Ledger(folder, write=True) as ledger:
+        ledger.append([FAILED])
     with pytest.raises(InputError, match="add --resume"):
         check_new(folder)
     with pytest.raises(InputError, match="no folder of prepared rows"):

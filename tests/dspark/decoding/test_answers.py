@@ -1,7 +1,6 @@
 """The sampling rule of answers, their tasks and texts, and conversations that are answered together."""
 
 import json
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -19,9 +18,7 @@ from dspark.decoding.answers import Asking, answer_all, answer_tasks, answer_tex
 from dspark.decoding.engine import Request
 from dspark.decoding.recommended import read_recommendation, recommended_sampling
 from dspark.decoding.sampling import Sampling
-from dspark.decoding.vllm_respond import vllm_respond
 from dspark.errors import InputError
-from dspark.sections import TargetSettings
 from tests.tiny import tiny_tokenizer
 
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]}
@@ -98,9 +95,3 @@ def test_open_conversations_are_asked_together_and_a_bad_one_costs_itself() -> N
     assert [answer.text for answer in outcomes[1].answers] == [str(calls[0][0]), str(calls[1][0])]
     assert (outcomes[2].answers, outcomes[2].failure) == ((), "a prompt leaves no room in the target's 100 positions")
     assert outcomes[3].failure is None
-
-
-def test_vllm_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(InputError, match=r"vLLM is not installed.*prepare\.via=endpoint"):
-        vllm_respond(TargetSettings(model="x", dtype="bf16"), 8, 1)

@@ -113,6 +113,14 @@ def test_attempts_that_are_used_up_name_the_address_and_the_last_reason() -> Non
         assert len(servers[0].requests) == 4 and len(pauses) == 3
 
 
+def test_no_more_attempts_are_made_once_the_job_is_stopped() -> None:
+    with serving(always((503, "overloaded"))) as servers:
+        settings = EndpointSettings(addresses=(servers[0].address,), attempts=9)
+        with pytest.raises(Unreachable, match="before the job was stopped"):
+            Endpoint(settings, "m", asking(), [], lambda seconds: True).answer(question())
+        assert len(servers[0].requests) == 1
+
+
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
