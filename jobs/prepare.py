@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from dspark.config import Settings
 from dspark.data.conversations import Conversation, Dropped
 from dspark.data.ledger import Ledger, Outcome, begin_folder, check_new, check_resumed
 from dspark.data.prepared import FAILURES, write_prepared
+from dspark.errors import InputError
 from jobs.answering import by_actors, by_endpoint
 from jobs.preparing import Work, first_prompt_lengths, plan_work, print_work
 from jobs.progress import Stage, stage
@@ -27,6 +27,9 @@ def prepare(settings: Settings, resume: Path | None, dry_run: bool) -> None:
         InputError: anything that a user, a file, a server or the machine can mend; what was answered stays on disk.
     """
     console = Console()
+    named = settings.prepare.folder
+    if resume is not None and named is not None and named.resolve() != resume.resolve():
+        raise InputError(f"--resume {resume} and prepare.folder={named} are two folders: leave prepare.folder out")
     work = plan_work(settings, resume)
     if resume is None:
         check_new(work.folder)
@@ -95,16 +98,23 @@ def _write(console: Console, work: Work, ledger: Ledger, unreachable: dict[str, 
 
 
 def _print_result(console: Console, work: Work, manifest: dict[str, Any], unreachable: dict[str, str]) -> None:
+    def line(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
     for name, counts in manifest["files"].items():
         cut = f", {counts['cut']} of them cut off" if counts["cut"] else ""
-        console.print(f"{name}: {counts['rows']:,} rows, {counts['tokens']:,} tokens{cut}")
+        line(f"{name}: {counts['rows']:,} rows, {counts['tokens']:,} tokens{cut}")
     for reason, count in manifest["failures"].items():
-        console.print(f"{FAILURES}: {count:,} x {escape(reason)}", soft_wrap=True)
+        line(f"{FAILURES}: {count:,} x {reason}")
     if unreachable:
-        console.print(f"{len(unreachable)} had no answer from any server: --resume {work.folder} asks again")
-    files = f"data.conversations={work.folder}/train.jsonl data.held_out={work.folder}/held_out.jsonl"
-    console.print(files, soft_wrap=True)
-    console.print(str(work.folder), soft_wrap=True)
+        line(f"{len(unreachable)} had no answer from any server: --resume {work.folder} asks again")
+    if not any(counts["rows"] for counts in manifest["files"].values()):
+        raise InputError(
+            f"no conversation became a row, see {work.folder / FAILURES}: raise prepare.max_tokens, or go on with "
+            f"--resume {work.folder} prepare.keep_cut=true to keep answers that were cut off"
+        )
+    line(f"data.conversations={work.folder}/train.jsonl data.held_out={work.folder}/held_out.jsonl")
+    line(str(work.folder))
 
 
 if __name__ == "__main__":

@@ -7,16 +7,17 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dspark.config import Settings
-from dspark.data.conversations import Conversation, Dropped, conversations_of
+from dspark.data.conversations import Conversation, Dropped, conversations_of, refuse_bad_rows
 from dspark.data.dialogue import answered_turns
 from dspark.data.files import SUFFIXES, files_of, numbered
 from dspark.data.hub import hub_rows
 from dspark.data.ledger import Ledger
 from dspark.data.prepared import Making, split_counts
 from dspark.data.render import Renderer
-from dspark.data.splits import askable
+from dspark.data.splits import SAME_QUESTION, askable
 from dspark.decoding.recommended import KEYS, read_recommendation, recommended_sampling
 from dspark.decoding.sampling import Sampling
 from dspark.errors import InputError
@@ -68,14 +69,17 @@ def plan_work(settings: Settings, resume: Path | None) -> Work:
     renderer = Renderer(load_tokenizer(settings.target), data.max_length, data.thinking)
     source, numbered_rows = _source(settings)
     found = conversations_of(source, numbered_rows, data.roles, data.max_bad_fraction)
-    rows, same = askable(found.rows[: prepare.limit])
+    taken = found.rows[: prepare.limit]
+    rows, dropped = askable(taken)
+    bad = [one for one in dropped if one.reason != SAME_QUESTION]
+    refuse_bad_rows(source, len(taken), bad, data.max_bad_fraction)
     if not rows:
         raise InputError(f"{source} holds no conversation that can be answered: a row needs a user turn")
     target = {
         "name": settings.target.model,
         "revision": settings.target.revision or "main",
         "fingerprint": fingerprint(model),
-        "dtype": settings.target.dtype,
+        "dtype": None if prepare.via == "endpoint" else settings.target.dtype,
     }
     identity = _identity(settings, sampling, max_length, renderer, target)
     return Work(
@@ -83,7 +87,7 @@ def plan_work(settings: Settings, resume: Path | None) -> Work:
         folder=(resume or prepare.folder or settings.output / "prepared" / settings.name).resolve(),
         source=source,
         rows=rows,
-        dropped=[*found.dropped, *same],
+        dropped=[*found.dropped, *dropped],
         sampling=sampling,
         max_length=max_length,
         making=Making(identity, renderer, prepare.validation, prepare.held_out, prepare.keep_cut),
@@ -156,7 +160,7 @@ def print_work(
         lines["time"] = "unknown before the first answers"
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, text in lines.items():
-        table.add_row(f"[bold]{label}", text)
+        table.add_row(f"[bold]{label}", Text(text))
     console.print(table)
 
 

@@ -164,19 +164,25 @@ def check_prepared(file: Path, renderer: Renderer, fingerprint: str) -> None:
     manifest = file.parent / MANIFEST
     if not manifest.is_file():
         return
-    found = json.loads(manifest.read_text(encoding="utf-8"))
-    if file.name not in found.get("files", {}):
-        return
-    theirs = found["target"]["fingerprint"]
+    try:
+        found = json.loads(manifest.read_text(encoding="utf-8"))
+        if file.name not in found["files"]:
+            return
+        theirs, rendering = found["target"]["fingerprint"], found["render"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{manifest} says how {file.name} was made, but cannot be read ({type(error).__name__}: {error}): make the "
+            "folder again with `dspark prepare --resume`, or move the file elsewhere"
+        ) from error
     if theirs != fingerprint:
         raise InputError(
             f"{file} holds answers of the target {found['target']['name']} (weights {theirs}), this run's target has "
             f"the weights {fingerprint}: set target.model to it, or prepare the conversations with this target"
         )
     for fact, setting in _FACTS.items():
-        if found["render"].get(fact) != renderer.facts[fact]:
+        if rendering.get(fact) != renderer.facts[fact]:
             raise InputError(
-                f"{file} was prepared with the rendering {fact}={found['render'].get(fact)!r}, this run has "
+                f"{file} was prepared with the rendering {fact}={rendering.get(fact)!r}, this run has "
                 f"{renderer.facts[fact]!r}: the drafter would learn from a text that the target never saw; look at "
                 f"{setting}, or prepare the conversations again"
             )

@@ -107,7 +107,7 @@ def test_the_answers_do_not_depend_on_actors_batches_and_tasks(prepared: Path) -
     alone = engine_respond(Engine(target, None, 1, work.max_length))
     with Ledger(work.folder, write=False) as ledger:
         assert len(ledger) == len(work.rows) == 24
-        for row in work.rows:
+        for row in work.rows[:6]:  # two of them have two turns
             (expected,) = answer_all([row], asking, alone, target.tokenizer)
             assert ledger[row.digest].answers == expected.answers
 
@@ -159,6 +159,8 @@ def test_a_finished_folder_is_kept_and_resumed_only_with_its_own_settings(
     ):
         with pytest.raises(InputError, match=found):
             prepare(load_settings(prepared, [override]), folder, False)
+    with pytest.raises(InputError, match="are two folders"):
+        prepare(load_settings(prepared, []), folder.parent, False)
     prepare(load_settings(prepared, []), folder, True)
     assert "0 to write in 0 conversations" in " ".join(capsys.readouterr().out.split())
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
@@ -259,6 +261,20 @@ def test_servers_that_answer_nobody_stop_the_job_and_what_was_answered_stays(tmp
     with Ledger(tmp_path / "prepared", write=False) as ledger:
         assert len(ledger) > 0
     assert not (tmp_path / "prepared" / "train.jsonl").exists()
+
+
+def test_answers_that_are_all_cut_off_are_no_success_and_can_still_be_kept(tmp_path: Path, tiny_target: Path) -> None:
+    preset = preset_for(tmp_path, tiny_target, keep_cut=False)
+    with serving(always(completion("half", "length"))) as servers:
+        settings = served(preset, *servers)
+        with pytest.raises(InputError, match=r"no conversation became a row.*prepare\.keep_cut=true"):
+            prepare(settings, None, False)
+        asked = len(servers[0].requests)
+        kept = settings.prepare.model_copy(update={"keep_cut": True})
+        prepare(settings.model_copy(update={"prepare": kept}), tmp_path / "prepared", False)
+        assert len(servers[0].requests) == asked == 24
+    assert all(row["finish"] == "length" for row in rows_of(tmp_path / "prepared", "train.jsonl"))
+    assert len(answered(tmp_path / "prepared")) == 24
 
 
 def start(preset: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from dspark.data.conversations import Conversation, Dropped, Message, read_conversations
-from dspark.data.dialogue import Answer
+from dspark.data.dialogue import Answer, Dialogue
 from dspark.data.ledger import Outcome
 from dspark.data.prepared import CUT, FAILURES, MANIFEST, Making, check_prepared, row_json, write_prepared
-from dspark.data.render import Renderer
+from dspark.data.render import Renderer, Sample
+from dspark.decoding.answers import answer_text
 from dspark.errors import InputError
 from tests.tiny import CHATML, tiny_tokenizer
 
@@ -45,6 +46,24 @@ def test_a_row_reads_back_as_the_same_conversation(tmp_path: Path) -> None:
     row = Conversation("c", messages, "math", 1, finished=False, tools=({"type": "function"},))
     (tmp_path / "a.jsonl").write_text(json.dumps(row_json(row)) + "\n")
     assert read_conversations(tmp_path / "a.jsonl", {}, 0.0).rows == (row,)
+
+
+def test_the_prompt_that_was_asked_and_the_tokens_that_came_are_the_row_that_is_trained() -> None:
+    tokenizer = tiny_tokenizer(CHATML)
+    dialogue = Dialogue(asked(1))
+    assert dialogue.context is not None
+    prompt = RENDERER.prompt(dialogue.context)
+    for finish, end in (("stop", "<|im_end|>"), ("length", "")):
+        tokens = tokenizer(f"é <think> ,{end}")["input_ids"]
+        text = answer_text(tokenizer, tokens, "length" if finish == "length" else "stop")
+        row = making(keep_cut=True).row(asked(1), answered(asked(1), text, finish))
+        assert isinstance(row, dict) and row["supervised"] == len(tokens)
+        again = Dialogue(asked(1))
+        again.take(answered(asked(1), text, finish).answers[0])
+        sample = RENDERER.sample(again.row())
+        assert isinstance(sample, Sample)
+        assert sample.input_ids[: len(prompt) + len(tokens)].tolist() == [*prompt, *tokens]
+        assert sample.loss_mask.nonzero()[0].tolist() == [len(prompt) + i for i in range(len(tokens))]
 
 
 def test_every_conversation_ends_in_one_file_and_the_manifest_counts_them(tmp_path: Path) -> None:
@@ -99,3 +118,6 @@ def test_a_data_file_is_held_to_the_manifest_beside_it_and_to_no_other(tmp_path:
         check_prepared(tmp_path / "train.jsonl", Renderer(tiny_tokenizer(CHATML), 64, True), "f")
     with pytest.raises(InputError, match=r"rendering template='\w+', this run has '\w+'"):
         check_prepared(tmp_path / "train.jsonl", Renderer(tiny_tokenizer(CHATML + " "), 64, None), "f")
+    (tmp_path / MANIFEST).write_text('{"files": {"train.jsonl": {}}}')
+    with pytest.raises(InputError, match=r"prepare\.json says how train\.jsonl was made, but cannot be read.*target"):
+        check_prepared(tmp_path / "train.jsonl", RENDERER, "f")
