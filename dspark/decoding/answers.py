@@ -19,6 +19,7 @@ from dspark.decoding.engine import Engine, Request
 from dspark.decoding.sampling import Sampling
 from dspark.errors import InputError
 
+# Tasks whose rows are sorted by length together.
 _WINDOW_TASKS = 32
 
 
@@ -38,6 +39,8 @@ class Asking:
             InputError: the template refuses it, or it leaves no room for an answer.
         """
         ids = self.renderer.prompt(messages, tools)
+        if not ids:
+            raise InputError("the chat template prints nothing for a prompt")
         if len(ids) >= self.max_length:
             raise InputError(f"a prompt leaves no room in the target's {self.max_length} positions")
         return tuple(ids)

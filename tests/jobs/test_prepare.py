@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from transformers import AutoTokenizer
 
@@ -287,26 +288,53 @@ def start(preset: Path, *arguments: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.mark.faults
-def test_a_killed_preparation_resumes_and_answers_nothing_twice(prepared: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "killed"
-    slow = (f"prepare.folder={folder}", "prepare.actors=1", "prepare.batch=1", "prepare.task_rows=1")
-    run = start(prepared, *slow)
+def wait_for_an_answer(run: subprocess.Popen[str], folder: Path) -> None:
     deadline = time.monotonic() + 200
     while not (folder / LEDGER).is_file() or b"\n" not in (folder / LEDGER).read_bytes():
         assert run.poll() is None, run.communicate()[1][-3000:]
         assert time.monotonic() < deadline, "no answer appeared"
         time.sleep(0.01)
+
+
+def one_by_one(folder: Path) -> tuple[str, ...]:
+    """Overrides under which every conversation is a task of its own."""
+    return (f"prepare.folder={folder}", "prepare.actors=1", "prepare.batch=1", "prepare.task_rows=1")
+
+
+@pytest.mark.faults
+def test_a_killed_preparation_resumes_and_answers_nothing_twice(prepared: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    run = start(prepared, *one_by_one(folder))
+    wait_for_an_answer(run, folder)
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
     with (folder / LEDGER).open("ab") as ledger:
         ledger.write(b'{"key": "half a li')  # what a kill within a write leaves
-    kept = [line for line in (folder / LEDGER).read_bytes().split(b"\n")[:-1]]
+    kept = (folder / LEDGER).read_bytes().split(b"\n")[:-1]
     assert 0 < len(kept) < 24 and not (folder / "train.jsonl").exists()
-    resumed = start(prepared, *slow, "--resume", str(folder))
+    resumed = start(prepared, *one_by_one(folder), "--resume", str(folder))
     _, errors = resumed.communicate(timeout=280)
     assert resumed.returncode == 0, errors[-3000:]
     lines = (folder / LEDGER).read_bytes().splitlines()
     assert lines[: len(kept)] == kept
     assert len({outcome_of(line).key for line in lines}) == len(lines) == 24
+    assert answered(folder) == answered(prepared.parent / "prepared")
+
+
+@pytest.mark.faults
+def test_a_responder_that_is_killed_is_replaced_and_its_conversations_are_answered(
+    prepared: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "orphaned"
+    run = start(prepared, *one_by_one(folder))
+    wait_for_an_answer(run, folder)
+    responders = [
+        process
+        for process in psutil.Process(run.pid).children(recursive=True)
+        if "ResponderActor" in " ".join(process.cmdline())
+    ]
+    assert len(responders) == 1 and len((folder / LEDGER).read_bytes().splitlines()) < 24
+    responders[0].kill()
+    _, errors = run.communicate(timeout=280)
+    assert run.returncode == 0, errors[-3000:]
     assert answered(folder) == answered(prepared.parent / "prepared")
