@@ -32,10 +32,10 @@ def run_chains(drafter: Eagle3Drafter, vocabulary: Vocabulary, batch: Batch, cha
     """
     rows_BA = (chains.anchors_BA - 1).clamp(min=0)
     feature_BSH = drafter.features(batch.taps_BSLH)
-    # The last row of a text has no token behind it, and no chain sees that far.
+    # The last row of a text has no token behind it but a stranger's, and no chain sees that far.
     joined_BS2H = drafter.join(feature_BSH, vocabulary.embed(batch.input_ids_BS.roll(-1, dims=1)))
     seen = [drafter.key_values(joined_BS2H, batch.positions_BS)]
-    visible_B1AM = visible_rows(rows_BA, batch.input_ids_BS.shape[1], chains.block)
+    visible_B1AM = visible_rows(rows_BA, chains.starts_BA, batch.input_ids_BS.shape[1], chains.block)
     state, joined = _rows(feature_BSH, rows_BA), _rows(joined_BS2H, rows_BA)
     states = []
     for step in range(chains.block):
@@ -53,12 +53,13 @@ def _rows(values_BSX: Tensor, rows_BA: Tensor) -> Tensor:
     return values_BSX.gather(1, rows_BA[..., None].expand(-1, -1, values_BSX.shape[-1]))
 
 
-def visible_rows(rows_BA: Tensor, length: int, steps: int) -> Tensor:
-    """Mask [B, 1, A, S + (K-1) A]: rows of step 0 up to the own one, then the own row of each later step.
+def visible_rows(rows_BA: Tensor, starts_BA: Tensor, length: int, steps: int) -> Tensor:
+    """Mask [B, 1, A, S + (K-1) A]: rows of step 0 from the text's first to the own one, then the own of later steps.
 
     Dense, so a step costs (S + jA) A in place of S A + jA; next to the products with the head that is little.
     """
-    upto_BAS = torch.arange(length, device=rows_BA.device) <= rows_BA[..., None]
+    columns_S = torch.arange(length, device=rows_BA.device)
+    upto_BAS = (starts_BA[..., None] <= columns_S) & (columns_S <= rows_BA[..., None])
     own_AA = torch.eye(rows_BA.shape[1], dtype=torch.bool, device=rows_BA.device)
     return torch.cat((upto_BAS, own_AA.repeat(1, steps - 1).expand(len(rows_BA), -1, -1)), dim=-1).unsqueeze(1)
 
