@@ -54,6 +54,15 @@ def run(preset: Preset, overrides: Overrides = None, resume: Resume = None, dry_
 
 
 @app.command(cls=PresetCommand)
+def prepare(preset: Preset, overrides: Overrides = None, resume: Resume = None, dry_run: DryRun = False) -> None:
+    """Let the target answer conversations anew: rows for training, validation and held-out."""
+    settings = load_settings(preset, overrides or [])
+    from jobs.prepare import prepare
+
+    prepare(settings, resume, dry_run)
+
+
+@app.command(cls=PresetCommand)
 def train(preset: Preset, overrides: Overrides = None, resume: Resume = None, dry_run: DryRun = False) -> None:
     """Capture the target's hidden states and train a drafter on them."""
     settings = load_settings(preset, overrides or [])
