@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dspark.model.vocabulary import Vocabulary
 from dspark.training.slots import Chunk, Slots, chunks
-from dspark.training.tiles import Tile, judge_tile
+from dspark.training.verdicts import Tile, judge_tile
 from dspark.training.workspace import Workspace
 
 # A tile and its temporaries fit a core's second-level cache; a GPU wants its kernels large.
