@@ -20,6 +20,7 @@ AnyObjective = DraftObjective | Eagle3Objective
 
 def objective_of(drafter: AnyDrafter, settings: Settings) -> AnyObjective:
     """The drafter with its loss, as the module that a training engine wraps."""
+    drafter.recompute = settings.train.recompute
     if isinstance(drafter, Drafter):
         return DraftObjective(drafter, settings.loss)
     return Eagle3Objective(drafter)
@@ -49,6 +50,8 @@ def blocks_of(
         settings.drafter.block,
         settings.loss.gamma,
         batch.starts_BS,
+        # Kernels are compiled for the number of slots there, and idle slots cost little.
+        least=settings.train.anchors if batch.input_ids_BS.is_cuda else 1,
     )
 
 

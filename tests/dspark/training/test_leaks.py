@@ -130,7 +130,7 @@ def test_the_input_of_a_slot_is_seen_by_its_whole_block_and_by_no_other() -> Non
     def hidden(embeddings_BQH: Tensor) -> Tensor:
         with torch.no_grad():
             context = drafter.context(batch.taps_BSLH, batch.positions_BS)
-            states = drafter(embeddings_BQH, blocks.positions_BAK.flatten(1), context, visibility(blocks, LENGTH))
+            states = drafter(embeddings_BQH, blocks.positions_BAK.flatten(1), context, blocks.sight)
         return states.unflatten(1, (-1, BLOCK))
 
     before = hidden(inputs)
