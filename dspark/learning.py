@@ -8,6 +8,8 @@ from pydantic_core import PydanticCustomError
 
 from dspark.sections import AutoPrecision, Count, Fraction, Positive, Section, Weight
 
+LOGITS_MB = 256
+
 
 class DrafterSettings(Section):
     """Architecture of the drafter (design sections 4 and 5). `dspark.kind_keys` says which keys a kind lacks."""
@@ -114,6 +116,7 @@ class TrainSettings(Section):
     recompute: bool = Field(
         False, description="compute each draft layer once more in the backward: less memory, about a quarter more time"
     )
+    logits_mb: Positive = Field(LOGITS_MB, description="memory of the objective's chunks of logits, in MB")
     epochs: Positive = Field(10, description="passes over the rows; rows without weight fill the last step")
     max_steps: Positive | None = Field(None, description="stop after so many optimizer steps, whatever `epochs` says")
     lr: Annotated[float, Field(gt=0)] = 6e-4

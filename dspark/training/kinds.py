@@ -22,8 +22,8 @@ def objective_of(drafter: AnyDrafter, settings: Settings) -> AnyObjective:
     """The drafter with its loss, as the module that a training engine wraps."""
     drafter.recompute = settings.train.recompute
     if isinstance(drafter, Drafter):
-        return DraftObjective(drafter, settings.loss)
-    return Eagle3Objective(drafter)
+        return DraftObjective(drafter, settings.loss, settings.train.logits_mb)
+    return Eagle3Objective(drafter, settings.train.logits_mb)
 
 
 def anchors_of(loss_mask: NDArray[np.uint8], settings: Settings, epoch: int, sample_id: str) -> NDArray[np.int64]:

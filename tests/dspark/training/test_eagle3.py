@@ -101,7 +101,7 @@ def test_acceptance_is_that_of_the_whole_target_over_the_steps_that_a_round_draf
     rounds = plain_accepts(module, vocabulary, batch, KEPT if reduced else torch.arange(30))
     for step in range(4):
         at_step = [one[step] for one in rounds if len(one) > step]
-        assert found[f"accept_rate_{step}"] == pytest.approx(np.mean(at_step), rel=1e-5)
+        assert found[f"accept_rate_{step}"] == pytest.approx(np.mean(at_step), abs=3e-7)
     # A round drafts three tokens; the fourth step is trained, and no round gets so far.
     tau = np.mean([1 + np.cumprod(one[:3]).sum() for one in rounds])
     assert found["tau_probabilistic"] == pytest.approx(tau, rel=1e-5)
@@ -138,7 +138,8 @@ def test_rows_weigh_the_same_however_they_are_dealt_to_micro_batches() -> None:
     total = torch.stack([part.loss for part in parts]).sum()
     assert total.item() == pytest.approx(whole.loss.item(), rel=1e-5)
     sums = add_means([part.means for part in parts])
-    torch.testing.assert_close(stack_means(sums), stack_means({name: whole.means[name] for name in sums}))
+    expected_means = stack_means({name: whole.means[name] for name in sums})
+    torch.testing.assert_close(stack_means(sums), expected_means, rtol=1e-5, atol=1e-5)
     expected = gradients(module, whole.loss)
     for name, gradient in gradients(module, total).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)

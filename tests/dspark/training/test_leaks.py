@@ -187,3 +187,23 @@ def test_dummy_blocks_change_nothing_not_even_by_what_is_not_a_number(head: str)
         one is not None and other is not None and torch.equal(one, other)
         for one, other in zip(gradients, clean_gradients, strict=True)
     )
+
+
+def test_only_columns_before_the_last_anchor_of_the_batch_are_projected() -> None:
+    """What lies behind may hold anything; no anchor at all leaves one column, so that every weight has a gradient."""
+    config = small_config()
+    batch, blocks = example(config)
+    expected, _ = outputs(config, batch, blocks)
+    taps = batch.taps_BSLH.clone()
+    # The last anchors of the documents are 2, 7 and 4.
+    taps[0, 2:5] = taps[0, 7:] = taps[1, 4:] = float("nan")
+    other = replace(batch, taps_BSLH=taps)
+    assert torch.equal(outputs(config, other, blocks)[0], expected)
+    nowhere = make_blocks(batch.input_ids_BS, batch.loss_mask_BS, positions([], []), config.block, None)
+    for own, wanted in ((blocks, 7), (nowhere, 1)):
+        drafter, projected = small_drafter(config), []
+        drafter.fc.register_forward_hook(lambda _, inputs, __, projected=projected: projected.append(inputs[0].shape))  # type: ignore[misc]
+        module = DraftObjective(drafter, settings_of(config).loss)
+        module(small_vocabulary(config), other, own, torch.tensor(1.0)).loss.backward()
+        assert projected == [(2, wanted, len(config.taps) * config.hidden)]
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
