@@ -155,7 +155,7 @@ class DraftObjective(nn.Module):
         features_Nr = slots.of(output.features_BAKr)
         # Of a column's slots any has its features, if these come from the token there alone.
         by_column = head.kind == "vanilla"
-        return MarkovBias(features_Nr[slots.first_P] if by_column else features_Nr, head.markov_w2.weight, by_column)
+        return MarkovBias(features_Nr[slots.first_P] if by_column else features_Nr, head.markov_w2(), by_column)
 
 
 def acceptance_means(valid_BAK: Tensor, accept_BAK: Tensor, greedy_BAK: Tensor) -> Means:
