@@ -110,7 +110,7 @@ def cases(draw: st.DrawFn) -> Case:
     return case_of(ranges, columns, slots, own, heads, width=draw(st.sampled_from([1, 4, 8])))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(cases())
 def test_every_way_gives_the_plain_sums_and_their_gradients(case: Case) -> None:
     expected = plain(case)
@@ -126,7 +126,7 @@ def test_every_way_gives_the_plain_sums_and_their_gradients(case: Case) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(("slots", "own"), [(3, 3), (1, 2), (1, 0)])
+@pytest.mark.parametrize(("slots", "own"), [(3, 3), (1, 0)])
 def test_the_block_mask_has_the_ranges_and_the_own_keys(slots: int, own: int) -> None:
     """On a CPU flex attention runs without a kernel and without gradients; the mask is the same."""
     case = case_of([[(0, 0), (0, 1), (0, 130)], [(0, 2), (5, 5), (5, 9)]], 131, slots, own)
@@ -187,12 +187,18 @@ def test_bf16_inputs_are_rounded_once_behind_sums_in_fp32() -> None:
 def test_only_inputs_outputs_and_one_number_per_query_row_are_kept_for_the_backward() -> None:
     case = case_of([[(0, limit) for limit in range(0, 500, 10)]], 500)
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         mixed = attend(case.queries, case.context, case.own, case.sight, SCALE)
     rows = case.queries.numel() // case.queries.shape[-1]
     assert sum(tensor.numel() for tensor in kept) == sum(t.numel() for t in case.inputs) + mixed.numel() + rows
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60)), min_size=1, max_size=30), st.integers(1, 9))
 def test_tiles_cover_every_group_once_and_every_column_that_it_sees(ranges: list[tuple[int, int]], rows: int) -> None:
     tiles = tiles_of([ranges], rows, cost=50, most=400)

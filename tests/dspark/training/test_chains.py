@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from dspark.learning import Eagle3Settings
 from dspark.training.chains import Chains, chain_anchors, make_chains
+from dspark.training.eagle3 import visible_rows
 from tests.dspark.plain_eagle3 import carries
 from tests.dspark.small import SMALL_EAGLE3, small_batch
 
@@ -77,3 +78,13 @@ def test_every_mask_of_six_tokens_is_read_by_the_words_of_the_rule(alignment: st
         }
         # What decoding asks for is measured under either rule.
         assert used == {(row, step) for row in range(6) for step in range(3) if carries(mask, row, step, "aligned")}
+
+
+def test_a_chain_sees_the_rows_up_to_its_own() -> None:
+    masks = [[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]
+    _, chains = chains_of(masks)
+    dense = visible_rows(chains.anchors_BA - 1, length=6, steps=1)
+    ranged = chains.sight.mask(slots=1, context=6, own=0)
+    kept = chains.keep_BA[:, None, :, None].expand_as(dense)
+    assert torch.equal(ranged[kept], dense[kept])
+    assert not ranged[~kept].any() and not kept.all()

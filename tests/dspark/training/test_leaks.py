@@ -201,8 +201,9 @@ def test_only_columns_before_the_last_anchor_of_the_batch_are_projected() -> Non
     assert torch.equal(outputs(config, other, blocks)[0], expected)
     nowhere = make_blocks(batch.input_ids_BS, batch.loss_mask_BS, positions([], []), config.block, None)
     for own, wanted in ((blocks, 7), (nowhere, 1)):
-        drafter, projected = small_drafter(config), []
-        drafter.fc.register_forward_hook(lambda _, inputs, __, projected=projected: projected.append(inputs[0].shape))  # type: ignore[misc]
+        drafter = small_drafter(config)
+        projected: list[torch.Size] = []
+        drafter.fc.register_forward_hook(lambda _, inputs, __, into=projected: into.append(inputs[0].shape))
         module = DraftObjective(drafter, settings_of(config).loss)
         module(small_vocabulary(config), other, own, torch.tensor(1.0)).loss.backward()
         assert projected == [(2, wanted, len(config.taps) * config.hidden)]

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from dspark.config import Settings
 from dspark.model.kinds import AnyDrafter
+from dspark.model.layers import DraftLayer
 from dspark.training.batch import Batch
 from dspark.training.kinds import blocks_of, objective_of, weight_of
 from tests.dspark.small import positions, small_batch, small_config, small_drafter, small_eagle3, small_vocabulary
@@ -21,6 +22,7 @@ def gradients(drafter: AnyDrafter, settings: Settings, batch: Batch) -> tuple[di
     blocks = blocks_of(batch, ANCHORS, [len(mask) for mask in MASKS], settings)
     runs: list[nn.Module] = []
     for layer in drafter.layers:
+        assert isinstance(layer, DraftLayer)
         layer.mlp.register_forward_pre_hook(lambda module, _: runs.append(module))
     objective(small_vocabulary(drafter.config), batch, blocks, weight_of(blocks)).loss.backward()
     return {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}, len(runs)
@@ -33,9 +35,9 @@ def test_gradients_are_equal_with_and_without_and_layers_run_twice(kind: str) ->
     for recompute in (False, True):
         settings = settings_of(config, recompute=recompute)
         if kind == "eagle3":
-            drafter = settings.drafter.model_copy(update={"kind": "eagle3"})
-            settings = settings.model_copy(update={"drafter": drafter})
-        drafter = small_eagle3() if kind == "eagle3" else small_drafter(config)
+            changed = settings.drafter.model_copy(update={"kind": "eagle3"})
+            settings = settings.model_copy(update={"drafter": changed})
+        drafter: AnyDrafter = small_eagle3() if kind == "eagle3" else small_drafter(config)
         found.append(gradients(drafter, settings, small_batch(drafter.config, MASKS)))
     (kept, once), (again, twice) = found
     assert twice == 2 * once > 0
