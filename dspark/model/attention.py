@@ -26,6 +26,8 @@ from dspark.model.tiles import Tile, TiledAttention, tiles_of
 T = TypeVar("T")
 # Queries and keys come in whole blocks of the block mask.
 _BLOCK = 128
+# Lengths are padded to powers of two, apart for queries, context and own keys, so a run meets fewer shapes than this.
+_SHAPES = 128
 
 
 class KeyValues(NamedTuple):
@@ -67,22 +69,8 @@ class Sight:
         return self._once(("mask", slots, context, own), make)
 
     def block_mask(self, slots: int, context: int, own: int) -> BlockMask:
-        """The mask in the form of flex attention, over `context` columns and own keys, both padded to whole blocks."""
-        groups = self.starts_BA.shape[1]
-
-        def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            group = (query // slots).clamp(max=groups - 1)
-            in_range = (self.starts_BA[row, group] <= key) & (key < self.limits_BA[row, group])
-            is_own = (key >= context) & ((key - context) // max(own, 1) == group)
-            return (query < groups * slots) & (in_range | is_own)
-
-        def make() -> BlockMask:
-            queries, keys = padded(groups * slots), context + padded(groups * own)
-            return create_block_mask(
-                sees, len(self.starts_BA), None, queries, keys, device=str(self.starts_BA.device), BLOCK_SIZE=_BLOCK
-            )
-
-        return self._once(("block_mask", slots, context, own), make)
+        """The mask in the form of flex attention, over `context` columns and own keys, both padded."""
+        return self._once(("block_mask", slots, context, own), lambda: _block_mask(self, slots, context, own))
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self._made:
@@ -100,8 +88,8 @@ def attend(queries_BNQD: Tensor, context: KeyValues, own: KeyValues, sight: Sigh
     """What queries read, [B, Q, N, D]: of the context what their group's range holds, and their group's own keys.
 
     Queries, and own keys and values [B, G, A*E, D], stand group by group. E may be 0; a group that sees nothing then
-    reads zeros. Statistics of the softmax and sums are fp32 whatever the type of the inputs. A column that no group of
-    a document sees has no effect at all, whatever it holds, where there are many groups.
+    reads zeros. Statistics of the softmax and sums are fp32 whatever the type of the inputs. Hidden columns must hold
+    numbers: tiles never read a column that no group of its document sees, but the other ways multiply it by 0.
     """
     if sight.starts_BA.shape[1] == 1 and not torch.is_grad_enabled():
         return dense(queries_BNQD, context, own, sight, scale)
@@ -145,8 +133,8 @@ def fused(
 
 
 def padded(length: int) -> int:
-    """The length in whole blocks."""
-    return -(-length // _BLOCK) * _BLOCK
+    """The length as a power of two, at least a block, or 0: few shapes are compiled, and idle blocks are skipped."""
+    return max(_BLOCK, 1 << (length - 1).bit_length()) if length else 0
 
 
 def _to_length(x_BNQD: Tensor, length: int) -> Tensor:
@@ -154,7 +142,25 @@ def _to_length(x_BNQD: Tensor, length: int) -> Tensor:
     return F.pad(x_BNQD, (0, 0, 0, length - x_BNQD.shape[2]))
 
 
+def _block_mask(sight: Sight, slots: int, context: int, own: int) -> BlockMask:
+    batch, groups = sight.starts_BA.shape
+    queries, keys = padded(groups * slots), context + padded(groups * own)
+    # Tensors alone: a number in the function would be a constant of the compiled kernel. Padded queries are a group
+    # behind the last, which sees nothing; context columns and padded keys are nobody's own.
+    starts_BA, limits_BA = (F.pad(bounds, (0, 1)) for bounds in (sight.starts_BA, sight.limits_BA))
+    numbers_A = torch.arange(groups, device=starts_BA.device)
+    group_Q = F.pad(numbers_A.repeat_interleave(slots), (0, queries - groups * slots), value=groups)
+    own_M = F.pad(numbers_A.repeat_interleave(own), (context, keys - context - groups * own), value=-1)
+
+    def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        group = group_Q[query]
+        return ((starts_BA[row, group] <= key) & (key < limits_BA[row, group])) | (own_M[key] == group)
+
+    return create_block_mask(sees, batch, None, queries, keys, device=str(starts_BA.device), BLOCK_SIZE=_BLOCK)
+
+
 @cache
 def _compiled() -> Callable[..., Any]:
-    # Without compilation it holds all scores. Lengths come in whole blocks, so few shapes are compiled.
-    return torch.compile(flex_attention)
+    # Without compilation flex attention holds all scores, and so it would for shapes beyond the compiler's limit.
+    torch._dynamo.config.recompile_limit = max(_SHAPES, torch._dynamo.config.recompile_limit)
+    return torch.compile(flex_attention, dynamic=False)
