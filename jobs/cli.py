@@ -27,7 +27,7 @@ Preset = Annotated[Path, typer.Argument(help="YAML file with the settings of one
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over the preset's, such as loss.l1=0.9.")
 ]
-Checkpoint = Annotated[Path, typer.Argument(help="Folder of a drafter.")]
+Checkpoint = Annotated[Path, typer.Argument(help="Folder of a drafter, in any of the layouts of `export`.")]
 TargetName = Annotated[str, typer.Option(help="Local folder, hub id, or smollm2-135m-instruct.")]
 Resume = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of an interrupted run to go on with.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the settings and the plan, touch nothing.")]

@@ -31,7 +31,7 @@ def run_chains(drafter: Eagle3Drafter, vocabulary: Vocabulary, batch: Batch, cha
     its store when it drafts from that row. Row t stands at position t+j then.
     """
     rows_BA, seen = (chains.anchors_BA - 1).clamp(min=0), slice(0, chains.reach)
-    # No chain sees a row from the last anchor on. So the last row of a text, with no token behind it, is never read.
+    # The last row of a text has no token behind it but a stranger's. No chain sees it, nor rows from the last anchor on.
     feature_BSH = drafter.features(batch.taps_BSLH[:, seen])
     joined_BS2H = drafter.join(feature_BSH, vocabulary.embed(batch.input_ids_BS.roll(-1, dims=1)[:, seen]))
     context = drafter.key_values(joined_BS2H, batch.positions_BS[:, seen])
@@ -59,12 +59,13 @@ def _by_row(steps: list[KeyValues]) -> KeyValues:
     return KeyValues(keys, values)
 
 
-def visible_rows(rows_BA: Tensor, length: int, steps: int) -> Tensor:
-    """Mask [B, 1, A, S + (K-1) A]: rows of step 0 up to the own one, then the own row of each later step.
+def visible_rows(rows_BA: Tensor, starts_BA: Tensor, length: int, steps: int) -> Tensor:
+    """Mask [B, 1, A, S + (K-1) A]: rows of step 0 from the text's first to the own one, then the own of later steps.
 
     One dense statement of the rule, for tests and pictures; training reads `Blocks.sight`.
     """
-    upto_BAS = torch.arange(length, device=rows_BA.device) <= rows_BA[..., None]
+    columns_S = torch.arange(length, device=rows_BA.device)
+    upto_BAS = (starts_BA[..., None] <= columns_S) & (columns_S <= rows_BA[..., None])
     own_AA = torch.eye(rows_BA.shape[1], dtype=torch.bool, device=rows_BA.device)
     return torch.cat((upto_BAS, own_AA.repeat(1, steps - 1).expand(len(rows_BA), -1, -1)), dim=-1).unsqueeze(1)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from dspark.config import Settings
 from dspark.model.drafter import Drafter
 from dspark.model.kinds import AnyDrafter
-from dspark.training.batch import Batch
+from dspark.training.batch import Batch, Place
 from dspark.training.blocks import Blocks, draw_anchors, make_blocks
 from dspark.training.chains import Chains, chain_anchors, make_chains
 from dspark.training.eagle3 import Eagle3Objective
@@ -34,15 +34,18 @@ def anchors_of(loss_mask: NDArray[np.uint8], settings: Settings, epoch: int, sam
 
 
 def blocks_of(
-    batch: Batch, anchors: Sequence[NDArray[np.int64]], lengths: Sequence[int], settings: Settings
+    batch: Batch,
+    anchors: Sequence[NDArray[np.int64]],
+    lengths: Sequence[int],
+    settings: Settings,
+    places: Sequence[Place],
 ) -> Blocks | Chains:
     """Blocks or chains at the anchors, an array of columns for each row of the batch.
 
-    `lengths`: tokens of each sample, 0 for one that takes no part. Chains need a row for each, which the settings see
-    to: they refuse to pack this kind.
+    `lengths`: tokens of each sample, 0 for one that takes no part; `places`: where each lies.
     """
     if settings.drafter.kind == "eagle3":
-        return make_chains(batch, anchors, lengths, settings.eagle3)
+        return make_chains(batch, anchors, lengths, settings.eagle3, places)
     return make_blocks(
         batch.input_ids_BS,
         batch.loss_mask_BS,

@@ -68,7 +68,7 @@ def make_share(
             anchors.append(drawn)
             lengths.append(length)
         batches.append(batch)
-        blocks.append(blocks_of(batch, placed(anchors, places), lengths, settings))
+        blocks.append(blocks_of(batch, placed(anchors, places), lengths, settings, places))
     return Share(
         batches=batches,
         blocks=blocks,

@@ -13,8 +13,8 @@ from dspark.config import Settings
 from dspark.data.captures import Origin, encode
 from dspark.data.plan import Plan
 from dspark.data.render import Sample
-from dspark.learning import DrafterSettings, LossSettings, TrainSettings
-from dspark.model.config import DraftConfig, DSparkConfig
+from dspark.learning import DrafterSettings, Eagle3Settings, LossSettings, TrainSettings
+from dspark.model.config import DraftConfig, DSparkConfig, Eagle3Config
 from dspark.sections import DataSettings, TargetSettings
 from dspark.training.share import Share, make_share
 
@@ -56,6 +56,18 @@ def settings_of(config: DSparkConfig, loss: LossSettings | None = None, max_leng
         ),
         loss=loss or LossSettings(confidence=1.0 if config.confidence else 0.0),
         train=TrainSettings(**{"precision": "fp32", "anchors": 4, **train}),
+    )
+
+
+def chain_settings_of(config: Eagle3Config, chains: Eagle3Settings, **train: Any) -> Settings:
+    """Settings for an EAGLE-3 drafter of this form; `train` are keys of that section."""
+    return Settings(
+        name="small",
+        target=TargetSettings(model="none", dtype="fp32"),
+        data=DataSettings(conversations=Path("none"), held_out=Path("none"), max_length=16),
+        drafter=DrafterSettings(kind="eagle3", block=config.block, taps=config.taps),
+        eagle3=chains,
+        train=TrainSettings(**{"precision": "fp32", **train}),
     )
 
 

@@ -83,7 +83,7 @@ def test_every_mask_of_six_tokens_is_read_by_the_words_of_the_rule(alignment: st
 def test_a_chain_sees_the_rows_up_to_its_own() -> None:
     masks = [[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]
     _, chains = chains_of(masks)
-    dense = visible_rows(chains.anchors_BA - 1, length=6, steps=1)
+    dense = visible_rows(chains.anchors_BA - 1, chains.starts_BA, length=6, steps=1)
     ranged = chains.sight.mask(slots=1, context=6, own=0)
     kept = chains.keep_BA[:, None, :, None].expand_as(dense)
     assert torch.equal(ranged[kept], dense[kept])

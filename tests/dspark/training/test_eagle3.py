@@ -18,7 +18,7 @@ from dspark.training.means import add_means, stack_means, values_of
 from dspark.training.objective import Objective
 from tests.dspark.plain import weights_of
 from tests.dspark.plain_eagle3 import PlainStep, carries, plain_chain, plain_loss
-from tests.dspark.small import SMALL_EAGLE3, small_batch, small_eagle3, small_vocabulary
+from tests.dspark.small import EAGLE3_FORMS, SMALL_EAGLE3, small_batch, small_eagle3, small_vocabulary
 
 MASKS = [[0, 1, 1, 1, 1, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [1, 0, 1, 0]]
 KEPT = torch.arange(0, 30, 2)
@@ -49,10 +49,15 @@ def values(objective: Objective) -> dict[str, float]:
 
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize(
-    "changes", [{}, {"mask_alignment": "published"}, {"normaliser": "published"}], ids=["default", "mask", "normaliser"]
+    ("form", "changes"),
+    [
+        *((form, {}) for form in EAGLE3_FORMS),
+        *(("qwen3", {key: "published"}) for key in ("mask_alignment", "normaliser")),
+    ],
 )
-def test_loss_and_gradients_equal_the_plain_steps_in_float64(changes: dict[str, Any], reduced: bool) -> None:
-    config = replace(SMALL_EAGLE3, draft_vocab=len(KEPT)) if reduced else SMALL_EAGLE3
+def test_loss_and_gradients_equal_the_plain_steps_in_float64(form: str, changes: dict[str, Any], reduced: bool) -> None:
+    config = EAGLE3_FORMS[form]
+    config = replace(config, draft_vocab=len(KEPT)) if reduced else config
     settings = Eagle3Settings(ttt_length=4, step_loss_decay=0.5, **changes)
     module, vocabulary, batch, chains = case(config, settings)
     weights = {

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from dspark.config import Settings
 from dspark.model.kinds import AnyDrafter
 from dspark.model.layers import DraftLayer
-from dspark.training.batch import Batch
+from dspark.training.batch import Batch, Place
 from dspark.training.kinds import blocks_of, objective_of, weight_of
 from tests.dspark.small import positions, small_batch, small_config, small_drafter, small_eagle3, small_vocabulary
 from tests.dspark.training.shares import settings_of
@@ -19,7 +19,7 @@ ANCHORS = positions([1, 3, 6, 7], [0, 2, 4])
 def gradients(drafter: AnyDrafter, settings: Settings, batch: Batch) -> tuple[dict[str, Tensor], int]:
     """Gradients by name, and how often the feed-forward part of a layer was entered."""
     objective = objective_of(drafter, settings)
-    blocks = blocks_of(batch, ANCHORS, [len(mask) for mask in MASKS], settings)
+    blocks = blocks_of(batch, ANCHORS, [len(mask) for mask in MASKS], settings, [Place(0, 0), Place(1, 0)])
     runs: list[nn.Module] = []
     for layer in drafter.layers:
         assert isinstance(layer, DraftLayer)
