@@ -3,7 +3,7 @@
 A tile is a run of groups of one row and the columns that any of them sees. Groups are cut into tiles where that saves
 more cells than another tile costs, so groups with a short range do not pay for the longest one. All query heads of a
 key head are rows of the same product, so no key is repeated. The backward computes the probabilities once more; beside
-its inputs and outputs the function holds two tiles of scores, never all of them.
+its inputs and outputs, and the context in fp32, the function holds two tiles of scores and never all of them.
 
 Shape suffixes: B batch, A groups, N heads, G key/value heads, R query heads of a key head, Q queries (A groups of K
 slots), S context columns, E extra keys of each group, D head width, M query rows of a tile (groups, slots, R query
@@ -127,14 +127,13 @@ class TiledAttention(torch.autograd.Function):
         d_keys, d_values = torch.zeros_like(keys_BGSD), torch.zeros_like(values_BGSD)
         d_queries = torch.empty_like(out_BQND)
         d_own_keys, d_own_values = torch.empty_like(own_keys), torch.empty_like(own_values)
-        # What a row's probabilities lose for each unit that one of them gains.
-        shared_BNQ = (d_out_BQND * out_BQND).sum(-1, dtype=space.dtype).transpose(1, 2)
         for tile in ctx.tiles:
-            rows = space.span(tile)
             q_GMD = space.rows(0, queries, tile).mul_(ctx.scale)
             d_out_GMD = space.rows(1, d_out_BQND.transpose(1, 2), tile)
+            # What all probabilities of a row lose when one of them gains.
+            shared_GM1 = space.rows(2, out_BQND.transpose(1, 2), tile).mul_(d_out_GMD).sum(-1, keepdim=True)
+            known = log_sums[tile.row, :, space.span(tile), None], shared_GM1
             d_q_GMD = space.empty_rows(2, tile).zero_()
-            known = log_sums[tile.row, :, rows, None], space.column(shared_BNQ, tile)
             if tile.limit > tile.start:
                 span = tile.row, slice(None), slice(tile.start, tile.limit)
                 p_GMC, d_GMC = space.scores(0, tile), space.scores(1, tile)
@@ -242,10 +241,6 @@ class _Space:
         into = self.empty_rows(number, tile)
         return self._by_query(into).copy_(self._tile_of(x_BNQD, tile)).view_as(into)
 
-    def column(self, x_BNQ: Tensor, tile: Tile) -> Tensor:
-        """One number [G, M, 1] for each query row of a tile."""
-        return self._tile_of(x_BNQ, tile).reshape(self.heads, -1, 1)
-
     def put_back(self, x_GMD: Tensor, into_BQND: Tensor, tile: Tile) -> None:
         """Writes query rows of a tile where their queries stand."""
         self._tile_of(into_BQND.transpose(1, 2), tile).copy_(self._by_query(x_GMD))
@@ -255,12 +250,12 @@ class _Space:
         return x_BGAED[tile.row, :, tile.first : tile.last].to(self.dtype).flatten(0, 1)
 
     def by_group(self, x_GMX: Tensor, tile: Tile) -> Tensor:
-        """Query rows as a batch [G * groups, K * R, X]."""
+        """Query rows as a batch [G * groups, K * R, X]; a view of a buffer is one."""
         return x_GMX.reshape(self.heads * (tile.last - tile.first), self.slots * self.repeats, -1)
 
-    def _tile_of(self, x_BNQ: Tensor, tile: Tile) -> Tensor:
-        """View [G, queries, R, ...] of a tile's part."""
-        own = x_BNQ[tile.row, :, tile.first * self.slots : tile.last * self.slots]
+    def _tile_of(self, x_BNQD: Tensor, tile: Tile) -> Tensor:
+        """View [G, queries, R, D] of a tile's part."""
+        own = x_BNQD[tile.row, :, tile.first * self.slots : tile.last * self.slots]
         return own.unflatten(0, (self.heads, self.repeats)).transpose(1, 2)
 
     def _by_query(self, x_GMD: Tensor) -> Tensor:

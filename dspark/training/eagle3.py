@@ -31,7 +31,7 @@ def run_chains(drafter: Eagle3Drafter, vocabulary: Vocabulary, batch: Batch, cha
     its store when it drafts from that row. Row t stands at position t+j then.
     """
     rows_BA, seen = (chains.anchors_BA - 1).clamp(min=0), slice(0, chains.reach)
-    # The last row of a text has no token behind it but a stranger's. No chain sees it, nor rows from the last anchor on.
+    # The last row of a text has no token behind it but a stranger's. No chain sees it, nor any behind the last.
     feature_BSH = drafter.features(batch.taps_BSLH[:, seen])
     joined_BS2H = drafter.join(feature_BSH, vocabulary.embed(batch.input_ids_BS.roll(-1, dims=1)[:, seen]))
     context = drafter.key_values(joined_BS2H, batch.positions_BS[:, seen])

@@ -181,7 +181,10 @@ def test_bf16_inputs_are_rounded_once_behind_sums_in_fp32() -> None:
     found = in_small_tiles(case)
     assert found.dtype == torch.bfloat16
     # Half a step of bf16: nothing but the result has been rounded.
-    torch.testing.assert_close(found.double(), plain(case), rtol=2**-8, atol=1e-6)
+    expected = plain(case)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-6)
+    for slope, wanted in zip(gradients(case, found), gradients(case, expected), strict=True):
+        assert (slope.double() - wanted.double()).norm() < 2**-8 * wanted.double().norm()
 
 
 def test_only_inputs_outputs_and_one_number_per_query_row_are_kept_for_the_backward() -> None:
