@@ -161,3 +161,7 @@ def main() -> int:
         RECORD.write_text(document(report))
     print(json.dumps(report))
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
