@@ -15,7 +15,8 @@ Written by `make record-step`; no number here is typed. A step is forward, loss 
 mask through SDPA, all logits at once), (c) the least matrix products that the mathematics needs
 (`benchmarks/products.py`: supervised slots, distinct columns, prefixes alone). Each side runs in fresh processes, in
 turn; seconds are medians.
-Peaks are above the model's own memory and hold gradients, activations and buffers. `kept` heap: `glibc` keeps freed
+Peaks are above the model's own memory and hold gradients, activations and buffers; `estimated` is what a dry run says
+of (a) beforehand. `kept` heap: `glibc` keeps freed
 memory, which spares the textbook's step most of its page faults.
 
 A: 5 layers, V 49,152, S 512, 64 anchors. B: the same, 256 anchors. C: 2 layers, V 151,936, S 1,024, 512 anchors.
@@ -37,7 +38,7 @@ def machine(threads: int) -> dict[str, Any]:
 
 
 COLUMNS = ("case", "type", "heap", "blocks", "slots", "a, s", "b, s", "c, s", "b/a (aim)", "a/c (aim)", "peak a, GB",
-           "peak b, GB", "peak b/a", "tokens/s")  # fmt: skip
+           "estimated", "peak b, GB", "peak b/a", "tokens/s")  # fmt: skip
 
 
 def cells_of(found: dict[str, Any]) -> list[str]:
@@ -49,7 +50,8 @@ def cells_of(found: dict[str, Any]) -> list[str]:
         found["case"], found["dtype"], found["heap"], str(found["blocks"]), str(found["slots"]),
         f"{seconds['project']:.3f}", f"{seconds['textbook']:.3f}{scaled}", f"{seconds['products']:.3f}",
         f"{found['b/a']} ({aim['b/a'] or 'none'})", f"{found['a/c']} ({aim['a/c']})",
-        f"{peak['project']}", f"{peak['textbook']}{scaled}", f"{found['peak_b/a']}", f"{found['tokens_per_second']}",
+        f"{peak['project']}", f"{found['peak_estimated_gb']}", f"{peak['textbook']}{scaled}",
+        f"{found['peak_b/a']}", f"{found['tokens_per_second']}",
     ]  # fmt: skip
 
 

@@ -17,13 +17,15 @@ import torch
 
 from benchmarks.products import products_of
 from benchmarks.textbook import textbook_loss
-from dspark.learning import LossSettings
+from dspark.learning import LossSettings, TrainSettings
 from dspark.model.config import DSparkConfig
 from dspark.model.drafter import Drafter, new_drafter
 from dspark.model.vocabulary import Vocabulary
 from dspark.target import DTYPES, default_device
+from dspark.training.activations import Load
 from dspark.training.batch import Batch
 from dspark.training.blocks import Blocks, draw_anchors, make_blocks
+from dspark.training.memory import step_peak
 from dspark.training.objective import DraftObjective, step_weight
 from dspark.training.transfer import with_tensors
 
@@ -111,6 +113,17 @@ def step_of(problem: Problem, side: str) -> Callable[[], torch.Tensor | None]:
     return step
 
 
+def estimate_of(problem: Problem, dtype: str) -> int:
+    """What `dspark train --dry-run` would say of the project's step, in bytes above the model's own."""
+    train = TrainSettings.model_validate({"precision": dtype})
+    drafter, blocks = problem.drafter, problem.blocks
+    rows, groups = blocks.anchors_BA.shape
+    slots = blocks.used
+    load = Load(rows, blocks.reach, groups, blocks.block, len(slots.index_N), len(slots.place_P))
+    weights = sum(parameter.numel() for parameter in drafter.parameters())
+    return step_peak(drafter.config, train, load, weights, default_device().type == "cuda")
+
+
 class Peak:
     """Most memory that the process held since `restart`, above what it held then, in bytes."""
 
@@ -155,6 +168,7 @@ def main() -> None:
             {
                 "seconds": seconds[1:],
                 "peak": peak.bytes(),
+                "estimate": estimate_of(problem, case["dtype"]),
                 "loss": None if loss is None else float(loss),
                 "blocks": int(problem.blocks.keep_BA.sum()),
                 "slots": int(problem.blocks.valid_BAK.sum()),

@@ -62,6 +62,7 @@ class Measured:
 
     seconds: list[float]
     peak: int  # bytes above the model's own
+    estimate: int  # of the project's, as a dry run says it
     loss: float | None
     blocks: int
     slots: int  # supervised
@@ -117,6 +118,7 @@ def result_of(case: Case, dtype: str, heap: str, sides: dict[str, Measured]) -> 
         "b/a": round(b.median / a.median, 2),
         "a/c": round(a.median / c.median, 2),
         "peak_gb": {"project": round(a.peak / 1e9, 3), "textbook": round(b.peak * b.scale / 1e9, 3)},
+        "peak_estimated_gb": round(a.estimate / 1e9, 3),
         "peak_b/a": round(b.peak * b.scale / a.peak, 1),
         "tokens_per_second": round(case.length / a.median, 1),
         "textbook_blocks": b.blocks,

@@ -12,13 +12,13 @@ from safetensors import safe_open
 
 from dspark.config import Settings
 from dspark.errors import InputError
+from dspark.learning import TrainSettings
 from dspark.model.kinds import drafter_of
-from dspark.target import resolve
+from dspark.target import load_whole_config, resolve
+from dspark.training.memory import PROCESS_BYTES, Estimate, largest_load, rank_memory
 from jobs.rows import Rows
 
 _GB = 1e9
-# Interpreter, torch, Ray and DeepSpeed of one process, measured as resident memory before any weight is loaded.
-_PROCESS_BYTES = int(0.45 * _GB)
 _BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -28,16 +28,16 @@ class Needs:
 
     target_weights: int
     drafter_weights: int
-    vocabulary_weights: int
     target_memory: int  # all target actors
-    trainer_memory: int  # all ranks
+    rank: Estimate  # of one trainer, on its device
+    trainer_memory: int  # all ranks, on the host
     evaluator_memory: int
     object_store: int
     disk: int
 
     @property
     def memory(self) -> int:
-        """Most bytes in use at one time: training and evaluation follow each other."""
+        """Most bytes of the host in use at one time: training and evaluation follow each other."""
         return max(self.target_memory + self.trainer_memory, self.evaluator_memory) + self.object_store
 
 
@@ -47,31 +47,24 @@ def needs_of(settings: Settings, rows: Rows) -> Needs:
     target = _stored_weights(resolve(settings.target))
     with torch.device("meta"):
         drafter = sum(parameter.numel() for parameter in drafter_of(draft).parameters())
-    vocabulary = 2 * draft.vocab * draft.hidden
-    forward = _BYTES[train.precision]
-    # Adam holds two moments beside the fp32 master weights and gradients; ZeRO deals parts of them to the ranks.
-    shared = {0: 0, 1: 12, 2: 16, 3: 16}[train.zero_stage]
-    rank = drafter * (forward + 16 - shared) + drafter * shared // train.workers + vocabulary * forward
-    # Logits, probabilities and their gradients: of the drafter's slots, and of the target's distinct positions. EAGLE-3
-    # holds those of one step at a time, and has a chain at every supervised token.
-    positions = slots = train.micro_batch * settings.data.max_length
-    if settings.drafter.kind == "dspark":
-        slots = train.micro_batch * train.anchors * draft.block
-        positions = min(slots, positions)
-    objective = 4 * (6 * slots * draft.draft_vocab + 2 * positions * draft.vocab)
-    batch = train.micro_batch * settings.data.max_length * (len(draft.taps) + 1) * draft.hidden * forward
+    forward, gpu = _BYTES[train.precision], train.gpus > 0
+    tied = load_whole_config(settings.target).get_text_config().tie_word_embeddings
+    load = largest_load(draft, settings, [len(ids) for ids in rows.table.column("input_ids")])
+    rank = rank_memory(draft, settings, load, drafter, tied, gpu)
+    # A rank on a GPU keeps its process and the batches on their way on the host.
+    host = PROCESS_BYTES + rank.parts["micro-batches"] if gpu else rank.total
     actors = settings.targets.max_actors or settings.targets.actors
     capture = 4 * settings.targets.batch_tokens * draft.hidden * (len(draft.taps) + 8)
     state = drafter * (forward + 12) + drafter * forward
-    export = (drafter + vocabulary) * forward
+    export = (drafter + 2 * draft.vocab * draft.hidden) * forward
     return Needs(
         target_weights=target,
         drafter_weights=drafter,
-        vocabulary_weights=vocabulary,
-        target_memory=actors * (target * _BYTES[settings.target.dtype] + capture + _PROCESS_BYTES),
-        trainer_memory=train.workers * (rank + objective + (train.prefetch + 1) * batch + _PROCESS_BYTES),
+        target_memory=actors * (target * _BYTES[settings.target.dtype] + capture + PROCESS_BYTES),
+        rank=rank,
+        trainer_memory=train.workers * host,
         evaluator_memory=settings.evaluate.actors
-        * ((target + drafter) * _BYTES[settings.evaluate.dtype] + _PROCESS_BYTES),
+        * ((target + drafter) * _BYTES[settings.evaluate.dtype] + PROCESS_BYTES),
         object_store=settings.ray.object_store_mb * 2**20,
         disk=(train.keep_checkpoints + 1) * state + 2 * export,
     )
@@ -101,15 +94,68 @@ def check_machine(settings: Settings, rows: Rows) -> None:
             f"output={output} has {free / _GB:.1f} GB free, the run needs {needs.disk / _GB:.1f} GB: free some space, "
             "choose another output, or lower train.keep_checkpoints"
         )
-    available = memory_available()
-    learnt = "train.anchors" if settings.drafter.kind == "dspark" else "data.max_length"
-    if settings.ray.address == "local" and available < needs.memory:
+    if settings.ray.address != "local":
+        return
+    available, device, rank = memory_available(), device_memory(settings.train), needs.rank.total
+    if device is not None and device < rank:
+        raise InputError(
+            f"{device / _GB:.1f} GB of GPU memory are free for each rank, which needs about {rank / _GB:.1f} GB: "
+            f"{remedy(settings, needs.rank.parts)}"
+        )
+    if available < needs.memory:
         raise InputError(
             f"{available / _GB:.1f} GB of memory are available, the run needs about {needs.memory / _GB:.1f} GB "
             f"(targets {needs.target_memory / _GB:.1f}, trainers {needs.trainer_memory / _GB:.1f}, evaluators "
-            f"{needs.evaluator_memory / _GB:.1f}, object store {needs.object_store / _GB:.1f}): lower {learnt}, "
-            "targets.actors, train.workers, evaluate.actors or ray.object_store_mb"
+            f"{needs.evaluator_memory / _GB:.1f}, object store {needs.object_store / _GB:.1f}): "
+            f"{remedy(settings, _on_host(settings, needs))}"
         )
+
+
+def _on_host(settings: Settings, needs: Needs) -> dict[str, int]:
+    """What the host holds when it holds most, by part."""
+    held = {"object store": needs.object_store}
+    if needs.evaluator_memory > needs.target_memory + needs.trainer_memory:
+        return held | {"evaluators": needs.evaluator_memory}
+    parts = {"micro-batches": needs.rank.parts["micro-batches"]} if settings.train.gpus else needs.rank.parts
+    ranks = {part: settings.train.workers * size for part, size in parts.items()}
+    return held | {"targets": needs.target_memory} | ranks
+
+
+def remedies(settings: Settings) -> dict[str, str]:
+    """By part of the memory, what makes it smaller; parts that no setting lowers are left out."""
+    train, targets = settings.train, settings.targets
+    blocks = "train.anchors" if settings.drafter.kind == "dspark" else "data.max_length"
+    more = " or train.micro_batch" if train.micro_batch > 1 else ""
+    packed = " or train.pack_tokens" if train.pack_tokens is not None else ""
+    found = {
+        "activations": f"lower {blocks}{more}" + ("" if train.recompute else ", or set train.recompute=true"),
+        "context": f"lower data.max_length{more}{packed}",
+        "objective": "lower train.logits_mb",
+        "micro-batches": "lower " + ("train.prefetch or " if train.prefetch else "") + f"data.max_length{more}{packed}",
+        "targets": f"lower targets.batch_tokens or targets.{'max_actors' if targets.max_actors else 'actors'}",
+        "evaluators": "lower evaluate.actors",
+        "object store": "lower ray.object_store_mb",
+    }
+    # The first stage that deals a part out to the ranks.
+    for part, stage in {"optimizer": 1, "gradients": 2, "parameters": 3}.items():
+        if train.workers > 1 and train.zero_stage < stage:
+            found[part] = f"raise train.zero_stage to {stage}"
+    return found
+
+
+def remedy(settings: Settings, held: dict[str, int]) -> str:
+    """The largest part that a setting lowers, and that setting."""
+    lowered = remedies(settings)
+    part = max((part for part in held if part in lowered), key=lambda part: held[part])
+    return f"{part} take {held[part] / _GB:.1f} GB of it: {lowered[part]}"
+
+
+def device_memory(train: TrainSettings) -> int | None:
+    """Free bytes of a GPU for each rank on it; None: ranks use none, or none can be seen from here."""
+    if not train.gpus or not torch.cuda.is_available():
+        return None
+    free, _ = torch.cuda.mem_get_info()
+    return int(free // max(1, int(1 / train.gpus)))
 
 
 def memory_available() -> int:
@@ -141,6 +187,7 @@ def print_plan(console: Console, settings: Settings, rows: Rows) -> None:
         "drafter": f"{needs.drafter_weights / 1e6:,.1f} M weights, {draft}",
         "steps": f"{plan.steps:,} of {train.global_batch} rows: {ranks}, ZeRO {train.zero_stage}, {train.precision}",
         "stream": f"{per_token:,} bytes per token, {per_token * rows.tokens / _GB:.2f} GB per epoch, nothing on disk",
+        "a rank": _rank(settings, needs.rank),
         "memory": f"about {needs.memory / _GB:.1f} GB at most ({memory_available() / _GB:.1f} GB available)",
         "disk": f"{needs.disk / _GB:.1f} GB in {settings.output.resolve()}",
     }
@@ -148,6 +195,17 @@ def print_plan(console: Console, settings: Settings, rows: Rows) -> None:
     for label, text in lines.items():
         table.add_row(f"[bold]{label}", text)
     console.print(table)
+
+
+def _rank(settings: Settings, rank: Estimate) -> str:
+    """Memory of one trainer, its parts, and where it must fit."""
+    largest = sorted(rank.parts.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{part} {size / _GB:.2f}" for part, size in largest if size >= 0.005 * _GB)
+    free = device_memory(settings.train)
+    place = (
+        "" if not settings.train.gpus else f" of GPU memory ({'unknown' if free is None else f'{free / _GB:.1f}'} free)"
+    )
+    return f"{rank.total / _GB:.2f} GB{place} at most, in {rank.moment}: {parts}"
 
 
 def _reasons(rows: Rows) -> str:

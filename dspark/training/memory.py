@@ -1,0 +1,181 @@
+"""Memory of one trainer rank, computed from settings and shapes before anything is loaded.
+
+sizes of the largest micro-batch (`Load`) --> what is alive at four moments of a step, by part --> the largest
+
+the loss              all activations, a chunk of logits, the gradient of W2 in fp32
+the loss's backward   the same, and the gradient of W2 twice, for it is scaled
+the layers' backward  all activations still, gradients of both Markov tables, those that pass through the last layer
+the optimizer step    no activations, all gradients, what the optimizer holds beside them
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dspark.config import Settings
+from dspark.learning import TrainSettings
+from dspark.model.config import DraftConfig, DSparkConfig, Eagle3Config
+from dspark.model.kinds import AnyConfig
+from dspark.training.activations import Load, block_bytes, chain_bytes, context_bytes, passing_bytes
+
+Parts = dict[str, int]
+OPTIMIZER_STEP = "the optimizer step"
+SIZES = {"fp32": 4, "bf16": 2}
+# Interpreter, torch, Ray and DeepSpeed of one process, as resident memory before any weight is loaded.
+PROCESS_BYTES = 450_000_000
+# What a process maps and keeps when it first computes: code of kernels, packed operands of products.
+FIRST_STEP_BYTES = 45_000_000
+# The C library's heap keeps holes between tensors of a layer: a share of the activations, measured on a CPU.
+_HOLES = 0.25
+# DeepSpeed's own figures: elements of its bucket of gradients, and of the parameters that ZeRO 3 gathers at most.
+_BUCKET, _GATHERED = 500_000_000, 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of a rank at the worst moment of a step, by part, and which moment that is."""
+
+    moment: str
+    parts: Parts
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Held:
+    """What an engine holds of a drafter's parameters, in bytes for one rank."""
+
+    parameters: int
+    gradients: int  # accumulated over micro-batches
+    fresh: int  # of one backward, where they are no part of the accumulated ones
+    optimizer: int  # master weights and moments
+    passing: int  # during the optimizer step alone
+
+
+def largest_load(draft: AnyConfig, settings: Settings, lengths: Sequence[int]) -> Load:
+    """The largest micro-batch that the settings make of rows with so many tokens each.
+
+    Rows have as many blocks as `train.anchors` says: on a GPU idle ones fill them, elsewhere short rows have fewer.
+    """
+    train, longest = settings.train, max(lengths)
+    rows, columns, documents = train.micro_batch, longest, 1
+    if train.pack_tokens is not None:
+        columns = max(train.pack_tokens, longest)
+        tokens = train.micro_batch * sum(lengths) / len(lengths)
+        rows = min(rows, math.ceil(tokens / columns))
+        documents = math.ceil(train.micro_batch / rows)
+    if isinstance(draft, Eagle3Config):
+        groups, slots = max(1, columns - 1), draft.ttt_length
+    else:
+        groups, slots = max(train.anchors, min(documents * train.anchors, columns)), draft.block
+    used = rows * groups * slots
+    return Load(rows, columns, groups, slots, used, min(used, rows * columns))
+
+
+def rank_memory(
+    draft: AnyConfig, settings: Settings, load: Load, weights: int, tied: bool, gpu: bool = False
+) -> Estimate:
+    """One rank that trains a drafter of `weights` parameters; `tied`: the target's head is its embedding.
+
+    On a GPU the bytes are the device's, and the process has no part in them.
+    """
+    train, size = settings.train, SIZES[settings.train.precision]
+    held = held_by_engine(train, weights, gpu)
+    kept = draft.draft_vocab if draft.draft_vocab < draft.vocab else 0
+    tokens = draft.vocab * (1 if tied else 2) + kept
+    batch = load.positions * ((len(draft.taps) + 1) * draft.hidden * size + 17)
+    common = {
+        "process": 0 if gpu else PROCESS_BYTES + FIRST_STEP_BYTES,
+        "vocabulary": tokens * draft.hidden * size,
+        "parameters": held.parameters,
+        "optimizer": held.optimizer,
+        "micro-batches": (train.prefetch + 1) * batch,
+    }
+    before = held.gradients if train.accumulation > 1 else 0
+    moments = step_moments(draft, train, load, weights, gpu)
+    found = []
+    for name, parts in moments.items():
+        # Fresh gradients are added to what was accumulated; all of them together are no more than the engine's.
+        gradients = before + parts["gradients"]
+        if name == OPTIMIZER_STEP:
+            gradients = held.gradients + max(held.fresh, held.passing)
+        found.append(Estimate(name, common | parts | {"gradients": gradients}))
+    return max(found, key=lambda one: one.total)
+
+
+def step_moments(
+    draft: AnyConfig, train: TrainSettings, load: Load, weights: int, gpu: bool = False
+) -> dict[str, Parts]:
+    """What forward and backward of a micro-batch add to what a rank holds anyway, by moment and part."""
+    size = SIZES[train.precision]
+    if isinstance(draft, DSparkConfig):
+        activations = block_bytes(draft, size, load, train.recompute, gpu)
+        rank = draft.markov_rank
+    else:
+        activations, rank = chain_bytes(draft, size, load, train.recompute, gpu), 0
+    context = context_bytes(draft, size, load)
+    w1, w2 = (tokens * rank * size for tokens in (draft.vocab, draft.draft_vocab))
+    # In bf16 the sum over chunks is fp32, and a chunk's part and the rounded result stand beside it.
+    summed = w2 if size == 4 else 3 * w2
+    arena = arena_bytes(draft, train.logits_mb, load, size)
+    # Of the projected slots: states, their gradient, and that scaled or at its place; of columns, states and features.
+    states = size * (3 * load.used * draft.hidden + load.places * (draft.hidden + 2 * rank))
+    passing = passing_bytes(draft, size, load)
+
+    def parts(gradients: int, objective: int, alive: bool, passing: int = 0) -> Parts:
+        live = (context, activations + passing) if alive else (0, 0)
+        holes = 0 if gpu else int(_HOLES * (context + activations))
+        return {"context": live[0], "activations": live[1] + holes, "gradients": gradients, "objective": objective}
+
+    return {
+        "the loss": parts(0, arena + summed + states, alive=True),
+        "the loss's backward": parts(w2, arena + w2 + states, alive=True),
+        "the layers' backward": parts(w1 + w2, arena, alive=True, passing=passing),
+        OPTIMIZER_STEP: parts(weights * size, arena, alive=False),
+    }
+
+
+def step_peak(draft: AnyConfig, train: TrainSettings, load: Load, weights: int, gpu: bool = False) -> int:
+    """Most bytes that forward and backward need above parameters and batch, the process's first step included."""
+    most = max(sum(parts.values()) for parts in step_moments(draft, train, load, weights, gpu).values())
+    return most + (0 if gpu else FIRST_STEP_BYTES)
+
+
+def arena_bytes(draft: DraftConfig, logits_mb: int, load: Load, size: int) -> int:
+    """The chunks' arena: what all slots need, at most the budget, at least one column with its slots.
+
+    The same count as `dspark.training.terms` makes for a chunk.
+    """
+    drafted, whole, exact = 4 * draft.draft_vocab, 4 * draft.vocab, size == 4
+    slot = drafted + drafted * (draft.soft_cap is not None) + (0 if exact else drafted // 2)
+    column = whole + drafted * (draft.draft_vocab < draft.vocab) + (0 if exact else whole // 2)
+    if isinstance(draft, DSparkConfig) and draft.markov_rank:
+        # A bias of the token alone is one for all slots of a column; gates and states make it each slot's own.
+        if draft.markov_head == "vanilla":
+            column += 2 * drafted
+        else:
+            slot += 2 * drafted
+    most = slot * load.used + column * load.places
+    least = column + slot * math.ceil(load.used / max(1, load.places))
+    return max(least, min(most, logits_mb * 2**20))
+
+
+def held_by_engine(train: TrainSettings, weights: int, gpu: bool) -> Held:
+    """DeepSpeed's share of a rank (`actors.zero`): AdamW with fp32 master weights, dealt out by the ZeRO stage."""
+    size, stage = SIZES[train.precision], train.zero_stage
+    whole, part = 4 * weights, math.ceil(weights / train.workers) * 4
+    low, fresh = weights * size, min(weights, _BUCKET) * size
+    # On a GPU the bucket is there in full, on a CPU as far as it is written to.
+    bucket = _BUCKET * size if gpu else fresh
+    if stage == 0:
+        # Plain fp32 has no master weights beside the parameters.
+        return Held(low, low, 0, 8 * weights if size == 4 else 12 * weights, 0 if size == 4 else whole)
+    if stage == 1 and size == 2:
+        return Held(low, whole, low, 3 * part, 0)
+    if stage == 1:
+        return Held(low, whole, bucket if gpu else 0, 3 * part, part)
+    gathered = min(weights, _GATHERED) * size if stage == 3 and train.workers > 1 else 0
+    parameters = part * size // 4 + gathered if stage == 3 else low
+    return Held(parameters, part, bucket, 3 * part, part)
