@@ -25,8 +25,9 @@ SIZES = {"fp32": 4, "bf16": 2}
 PROCESS_BYTES = 450_000_000
 # What a process maps and keeps when it first computes: code of kernels, packed operands of products.
 FIRST_STEP_BYTES = 45_000_000
-# The C library's heap keeps holes between tensors of a layer: a share of the activations, measured on a CPU.
-_HOLES = 0.25
+# On a CPU the C library's heap keeps holes between tensors: of what layers compute, a share that was measured. Layers
+# that are computed once more leave twice as much, so that on a CPU `recompute` saves less than it drops.
+_HOLES, _HOLES_RECOMPUTED = 0.25, 0.5
 # DeepSpeed's own figures: elements of its bucket of gradients, and of the parameters that ZeRO 3 gathers at most.
 _BUCKET, _GATHERED = 500_000_000, 1_000_000_000
 
@@ -111,10 +112,11 @@ def step_moments(
     """What forward and backward of a micro-batch add to what a rank holds anyway, by moment and part."""
     size = SIZES[train.precision]
     if isinstance(draft, DSparkConfig):
-        activations = block_bytes(draft, size, load, train.recompute, gpu)
+        activations, whole = (block_bytes(draft, size, load, once, gpu) for once in (train.recompute, False))
         rank = draft.markov_rank
     else:
-        activations, rank = chain_bytes(draft, size, load, train.recompute, gpu), 0
+        activations, whole = (chain_bytes(draft, size, load, once, gpu) for once in (train.recompute, False))
+        rank = 0
     context = context_bytes(draft, size, load)
     w1, w2 = (tokens * rank * size for tokens in (draft.vocab, draft.draft_vocab))
     # In bf16 the sum over chunks is fp32, and a chunk's part and the rounded result stand beside it.
@@ -123,10 +125,11 @@ def step_moments(
     # Of the projected slots: states, their gradient, and that scaled or at its place; of columns, states and features.
     states = size * (3 * load.used * draft.hidden + load.places * (draft.hidden + 2 * rank))
     passing = passing_bytes(draft, size, load)
+    share = _HOLES_RECOMPUTED if train.recompute else _HOLES
+    holes = 0 if gpu else int(share * (context + whole))
 
     def parts(gradients: int, objective: int, alive: bool, passing: int = 0) -> Parts:
         live = (context, activations + passing) if alive else (0, 0)
-        holes = 0 if gpu else int(_HOLES * (context + activations))
         return {"context": live[0], "activations": live[1] + holes, "gradients": gradients, "objective": objective}
 
     return {
