@@ -1,0 +1,226 @@
+"""Reading a cache: any samples in any order, any subset of its taps, a bounded number of bytes ahead.
+
+ids -> ledger: shard, places, checksums -> plain reads of those bytes -> stored form undone -> the contract's table
+
+Nothing is mapped: what a reader holds is its ledger (some 200 bytes a sample) and the tables that it was asked for.
+Columns are read where the ledger says they lie, so a tap that is not wanted moves no bytes, and no shard's footer is read.
+"""
+
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from dspark.data.cache import bytes_per_token
+from dspark.data.captures import Origin, schema_of
+from dspark.data.codecs import Form, unpack
+from dspark.data.folder import Folder
+from dspark.data.manifest import read_ledger, read_manifest
+from dspark.data.prefetch import ahead
+from dspark.data.shards import value_columns
+from dspark.errors import InputError
+
+_OPEN_SHARDS = 32
+# Values this near are read at once: headers of pages lie between, and a request costs more than these bytes.
+_GAP_BYTES = 4096
+
+
+class _Span(NamedTuple):
+    """Bytes start..end of a shard that are read at once, and the values in them, as numbers of wanted columns."""
+
+    start: int
+    end: int
+    columns: tuple[int, ...]
+
+
+class _Column:
+    """One column of a table being read: one block of memory, cut into the samples' parts."""
+
+    def __init__(self, lengths: NDArray[np.int32], width: int) -> None:
+        self.offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths.astype(np.int64) * width)])
+        self.buffer = pa.allocate_buffer(int(self.offsets[-1]))
+        self._bytes = np.frombuffer(self.buffer, np.uint8)
+
+    def part(self, row: int) -> NDArray[np.uint8]:
+        """Memory of one sample's value, to be written to."""
+        return self._bytes[self.offsets[row] : self.offsets[row + 1]]
+
+
+class CacheReader:
+    """A complete cache. One reader serves one thread at a time; any number of readers share a folder.
+
+    `taps` are the wanted ones, in the order of the returned columns (None: all that are there). With `check`, each
+    value's CRC-32 is compared as it is read.
+
+    Raises:
+        InputError: no complete cache, a damaged manifest or ledger, or a tap that it does not hold.
+    """
+
+    def __init__(self, address: str, taps: Sequence[int] | None = None, check: bool = True) -> None:
+        self._folder = Folder(address)
+        self.manifest = read_manifest(self._folder)
+        held = self.manifest.origin
+        wanted = held.taps if taps is None else tuple(taps)
+        if missing := sorted(set(wanted) - set(held.taps)):
+            raise InputError(f"the cache {address} lacks taps {missing}: it holds {list(held.taps)}")
+        self.origin = Origin(**{**vars(held), "taps": wanted})
+        self._check = check
+        ledger = read_ledger(self._folder, self.manifest)
+        self._ids = ledger.column("sample_id").combine_chunks()
+        self.lengths: NDArray[np.int32] = ledger.column("length").to_numpy()
+        self._shard: NDArray[np.int32] = ledger.column("shard").to_numpy()
+        self._names = value_columns(held.taps)
+        self._wanted = [self._names.index(name) for name in value_columns(wanted)]
+        self._widths = [4, 1, *[2 * held.hidden] * (len(wanted) + 1)]
+        self._offsets, self._sizes, self._crc32 = (
+            _matrix(ledger, name, len(self._names)) for name in ("offsets", "sizes", "crc32")
+        )
+        # A local read goes straight to its place in the table; a remote one costs a request, whatever its size.
+        self._gap = 0 if self._folder.local is not None else _GAP_BYTES
+        self._spare = np.empty(0, np.uint8)
+        self._open: OrderedDict[int, pa.NativeFile] = OrderedDict()
+
+    @cached_property
+    def sample_ids(self) -> tuple[str, ...]:
+        """All samples, in the cache's order."""
+        return tuple(self._ids.to_pylist())
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {sample: place for place, sample in enumerate(self.sample_ids)}
+
+    def table(self, ids: Sequence[str]) -> pa.Table:
+        """The captured table of these samples, in this order, whatever the codec.
+
+        Raises:
+            InputError: a sample that is not there, a shard that is missing, truncated or damaged (names shard and row).
+        """
+        try:
+            places = [self._places[sample] for sample in ids]
+        except KeyError as error:
+            raise InputError(f"the cache {self._folder.address} does not hold the sample {error.args[0]}") from error
+        lengths = self.lengths[places]
+        columns = [_Column(lengths, width) for width in self._widths]
+        # In the order of the files, whatever was asked for.
+        for row in sorted(range(len(places)), key=lambda row: places[row]):
+            self._read(places[row], [column.part(row) for column in columns])
+        return self._assemble(places, columns)
+
+    def tables(self, batches: Iterable[Sequence[str]], ahead_bytes: int) -> Iterator[pa.Table]:
+        """The tables of `batches`, in order, read on a background thread.
+
+        At most `ahead_bytes` are read or waiting beyond the table that was handed out last; one larger table passes
+        alone.
+        """
+        token_bytes = bytes_per_token(self.origin)
+
+        def size(ids: Sequence[str]) -> int:
+            return sum(int(self.lengths[self._places[sample]]) for sample in ids if sample in self._places) * token_bytes
+
+        return ahead(batches, self.table, size, ahead_bytes)
+
+    def close(self) -> None:
+        """Closes its files; the reader can still be used."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _read(self, place: int, parts: Sequence[NDArray[np.uint8]]) -> None:
+        """One sample's wanted values into their places."""
+        file = self._shard_file(int(self._shard[place]))
+        for span in self._spans(place):
+            first = self._wanted[span.columns[0]]
+            direct = len(span.columns) == 1 and self._form(first) == "bf16"
+            data = parts[span.columns[0]] if direct else self._scratch(span.end - span.start)
+            file.seek(span.start)
+            if (got := file.readinto(data)) != len(data):
+                raise self._damaged(place, f"the file ends after {span.start + got:,} bytes")
+            for column in span.columns:
+                held = self._wanted[column]
+                start = self._offsets[place, held] - span.start
+                self._undo(place, held, data[start : start + self._sizes[place, held]], parts[column])
+
+    def _spans(self, place: int) -> list[_Span]:
+        """What to read of one sample, in the order of the file."""
+        offsets, sizes = self._offsets[place], self._sizes[place]
+        spans: list[_Span] = []
+        for column in sorted(range(len(self._wanted)), key=lambda column: self._wanted[column]):
+            start = int(offsets[self._wanted[column]])
+            end = start + int(sizes[self._wanted[column]])
+            if spans and start - spans[-1].end <= self._gap:
+                spans[-1] = _Span(spans[-1].start, end, (*spans[-1].columns, column))
+            else:
+                spans.append(_Span(start, end, (column,)))
+        return spans
+
+    def _form(self, held: int) -> Form:
+        name = self._names[held]
+        return self.manifest.codec.form(name) if held > 1 else "bf16"  # ids and mask are stored as they are
+
+    def _scratch(self, size: int) -> NDArray[np.uint8]:
+        """Memory for stored bytes, used again and again: fresh pages cost more than the copy out of them."""
+        if len(self._spare) < size:
+            self._spare = np.empty(size, np.uint8)
+        return self._spare[:size]
+
+    def _undo(self, place: int, held: int, stored: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+        """Checks one stored value and writes what it stands for to `out`."""
+        name = self._names[held]
+        if self._check and zlib.crc32(stored) != self._crc32[place, held]:
+            raise self._damaged(place, f"its {name} has another checksum than the ledger")
+        form = self._form(held)
+        if form == "bf16" and stored.ctypes.data == out.ctypes.data:
+            return
+        try:
+            unpack(form, stored, out, self.origin.hidden)
+        except (OSError, ValueError) as error:
+            raise self._damaged(place, f"its {name} is not of the form {form} ({error})") from error
+
+    def _shard_file(self, index: int) -> pa.NativeFile:
+        if index not in self._open:
+            shard = self.manifest.shards[index]
+            file = self._folder.open(shard.file)
+            if file.size() != shard.bytes:
+                raise InputError(
+                    f"{self._folder.where(shard.file)} has {file.size():,} bytes, the manifest says {shard.bytes:,}: it is "
+                    "truncated or another cache's; `dspark cache verify` checks the others"
+                )
+            self._open[index] = file
+            if len(self._open) > _OPEN_SHARDS:
+                self._open.popitem(last=False)[1].close()
+        self._open.move_to_end(index)
+        return self._open[index]
+
+    def _damaged(self, place: int, what: str) -> InputError:
+        shard = int(self._shard[place])
+        row = place - int(np.searchsorted(self._shard, shard))
+        file = self._folder.where(self.manifest.shards[shard].file)
+        return InputError(
+            f"{file}, row {row} (sample {self._ids[place].as_py()}): {what}: the file is damaged; "
+            "`dspark cache verify` checks the others"
+        )
+
+    def _assemble(self, places: Sequence[int], columns: Sequence[_Column]) -> pa.Table:
+        ids, mask, *states = columns
+        values = pa.Array.from_buffers(pa.int32(), len(ids.buffer) // 4, [None, ids.buffer])
+        offsets = pa.array(ids.offsets // 4, pa.int32())
+        arrays: list[pa.Array] = [
+            self._ids.take(pa.array(places, pa.int64())),
+            pa.ListArray.from_arrays(offsets, values),
+            _binary(pa.binary(), mask.offsets.astype(np.int32), mask.buffer),
+            *(_binary(pa.large_binary(), state.offsets, state.buffer) for state in states),
+        ]
+        return pa.table(arrays, schema=schema_of(self.origin))
+
+
+def _binary(kind: pa.DataType, offsets: NDArray[np.integer[Any]], data: pa.Buffer) -> pa.Array:
+    return pa.Array.from_buffers(kind, len(offsets) - 1, [None, pa.py_buffer(offsets), data])
+
+
+def _matrix(ledger: pa.Table, name: str, width: int) -> NDArray[np.int64]:
+    """A list column of the ledger as [samples, width]."""
+    return ledger.column(name).combine_chunks().flatten().to_numpy().reshape(-1, width)
