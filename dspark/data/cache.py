@@ -21,7 +21,8 @@ from dspark.data.captures import Origin
 from dspark.data.codecs import Codec
 from dspark.data.folder import Folder
 from dspark.data.manifest import MANIFEST, Manifest, Setting, read_manifest, write_manifest
-from dspark.data.shards import ShardRecord, ShardTask, check_same_origin, read_record, record_file, shard_file
+from dspark.data.shard_record import ShardRecord, read_record, record_file, shard_file
+from dspark.data.shards import ShardTask, check_same_origin
 from dspark.errors import InputError
 
 JOB, LOCK = "writing.json", ".lock"
@@ -127,9 +128,7 @@ class CacheWriter:
             if missing := self.unfinished():
                 raise InputError(f"{self._folder.address} lacks {len(missing)} shards, the first is {missing[0]}")
             records = self._records(range(len(self._shards)))
-            write_manifest(
-                self._folder, self.task.origin, self.task.codec, self._settings, self.plan, records
-            )
+            write_manifest(self._folder, self.task.origin, self.task.codec, self._settings, self.plan, records)
         self._clear()
         return read_manifest(self._folder)
 
@@ -139,7 +138,8 @@ class CacheWriter:
         for record in records:
             ids = [*record.rows.column("sample_id").to_pylist(), *record.skipped]
             if sorted(ids) != sorted(self._shards[record.index]):
-                raise InputError(f"{self._folder.where(record.file)} holds other samples than planned: use a new folder")
+                where = self._folder.where(record.file)
+                raise InputError(f"{where} holds other samples than planned: name a new folder")
         return records
 
     def _begin(self) -> None:

@@ -3,7 +3,7 @@
 ids -> ledger: shard, places, checksums -> plain reads of those bytes -> stored form undone -> the contract's table
 
 Nothing is mapped: what a reader holds is its ledger (some 200 bytes a sample) and the tables that it was asked for.
-Columns are read where the ledger says they lie, so a tap that is not wanted moves no bytes, and no shard's footer is read.
+Columns are read where the ledger says they lie: a tap that is not wanted moves no bytes, and no footer is read.
 """
 
 import zlib
@@ -22,7 +22,8 @@ from dspark.data.codecs import Form, unpack
 from dspark.data.folder import Folder
 from dspark.data.manifest import read_ledger, read_manifest
 from dspark.data.prefetch import ahead
-from dspark.data.shards import value_columns
+from dspark.data.shard_record import Distortion, value_columns
+from dspark.data.shards import StoredSample
 from dspark.errors import InputError
 
 _OPEN_SHARDS = 32
@@ -63,11 +64,12 @@ class CacheReader:
 
     def __init__(self, address: str, taps: Sequence[int] | None = None, check: bool = True) -> None:
         self._folder = Folder(address)
+        self.address = self._folder.address
         self.manifest = read_manifest(self._folder)
         held = self.manifest.origin
         wanted = held.taps if taps is None else tuple(taps)
         if missing := sorted(set(wanted) - set(held.taps)):
-            raise InputError(f"the cache {address} lacks taps {missing}: it holds {list(held.taps)}")
+            raise InputError(f"the cache {self.address} lacks taps {missing}: it holds {list(held.taps)}")
         self.origin = Origin(**{**vars(held), "taps": wanted})
         self._check = check
         ledger = read_ledger(self._folder, self.manifest)
@@ -80,7 +82,10 @@ class CacheReader:
         self._offsets, self._sizes, self._crc32 = (
             _matrix(ledger, name, len(self._names)) for name in ("offsets", "sizes", "crc32")
         )
-        # A local read goes straight to its place in the table; a remote one costs a request, whatever its size.
+        # Ids and mask are stored as they are.
+        states = [self._names[held] for held in self._wanted[2:]]
+        self._forms: list[Form] = ["bf16", "bf16", *map(self.manifest.codec.form, states)]
+        # A remote read costs a request whatever its size.
         self._gap = 0 if self._folder.local is not None else _GAP_BYTES
         self._spare = np.empty(0, np.uint8)
         self._open: OrderedDict[int, pa.NativeFile] = OrderedDict()
@@ -108,8 +113,33 @@ class CacheReader:
         columns = [_Column(lengths, width) for width in self._widths]
         # In the order of the files, whatever was asked for.
         for row in sorted(range(len(places)), key=lambda row: places[row]):
-            self._read(places[row], [column.part(row) for column in columns])
+            self._read(places[row], self._forms, [column.part(row) for column in columns])
         return self._assemble(places, columns)
+
+    def stored(self, sample: str) -> StoredSample:
+        """One sample with the wanted values as they lie on disk.
+
+        Its distortion is the cache's as a whole: that of single samples is not kept.
+        """
+        place = self._places[sample]
+        parts = [np.empty(self._sizes[place, held], np.uint8) for held in self._wanted]
+        self._read(place, ["bf16"] * len(parts), parts)
+        ids, mask, *states = parts
+        names = [self._names[held] for held in self._wanted[2:]]
+        tokens = int(self.lengths[place])
+        errors = {
+            name: Distortion(found["max"], found["rms"] ** 2 * tokens, tokens)
+            for name, found in self.manifest.errors.items()
+            if name in names
+        }
+        values = {name: pa.py_buffer(state) for name, state in zip(names, states, strict=True)}
+        return StoredSample(sample, ids.view("<i4"), pa.py_buffer(mask), values, errors)
+
+    def stored_bytes(self, samples: Sequence[str]) -> NDArray[np.int64]:
+        """Bytes of the wanted values of each sample on disk."""
+        places = [self._places[sample] for sample in samples]
+        sums: NDArray[np.int64] = self._sizes[places][:, self._wanted].sum(axis=1)
+        return sums
 
     def tables(self, batches: Iterable[Sequence[str]], ahead_bytes: int) -> Iterator[pa.Table]:
         """The tables of `batches`, in order, read on a background thread.
@@ -120,7 +150,9 @@ class CacheReader:
         token_bytes = bytes_per_token(self.origin)
 
         def size(ids: Sequence[str]) -> int:
-            return sum(int(self.lengths[self._places[sample]]) for sample in ids if sample in self._places) * token_bytes
+            return token_bytes * sum(
+                int(self.lengths[self._places[sample]]) for sample in ids if sample in self._places
+            )
 
         return ahead(batches, self.table, size, ahead_bytes)
 
@@ -129,12 +161,12 @@ class CacheReader:
         while self._open:
             self._open.popitem()[1].close()
 
-    def _read(self, place: int, parts: Sequence[NDArray[np.uint8]]) -> None:
-        """One sample's wanted values into their places."""
+    def _read(self, place: int, forms: Sequence[Form], parts: Sequence[NDArray[np.uint8]]) -> None:
+        """One sample's wanted values into `parts`, each freed from its form."""
         file = self._shard_file(int(self._shard[place]))
         for span in self._spans(place):
-            first = self._wanted[span.columns[0]]
-            direct = len(span.columns) == 1 and self._form(first) == "bf16"
+            # A local read goes straight to its place in the table.
+            direct = len(span.columns) == 1 and forms[span.columns[0]] == "bf16"
             data = parts[span.columns[0]] if direct else self._scratch(span.end - span.start)
             file.seek(span.start)
             if (got := file.readinto(data)) != len(data):
@@ -142,7 +174,17 @@ class CacheReader:
             for column in span.columns:
                 held = self._wanted[column]
                 start = self._offsets[place, held] - span.start
-                self._undo(place, held, data[start : start + self._sizes[place, held]], parts[column])
+                stored = data[start : start + self._sizes[place, held]]
+                if self._check and zlib.crc32(stored.data) != self._crc32[place, held]:
+                    raise self._damaged(place, f"its {self._names[held]} has another checksum than the ledger's")
+                if not direct:
+                    self._undo(place, held, forms[column], stored, parts[column])
+
+    def _undo(self, place: int, held: int, form: Form, stored: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+        try:
+            unpack(form, stored, out, self.origin.hidden)
+        except (OSError, ValueError) as error:
+            raise self._damaged(place, f"its {self._names[held]} is not of the form {form} ({error})") from error
 
     def _spans(self, place: int) -> list[_Span]:
         """What to read of one sample, in the order of the file."""
@@ -157,28 +199,11 @@ class CacheReader:
                 spans.append(_Span(start, end, (column,)))
         return spans
 
-    def _form(self, held: int) -> Form:
-        name = self._names[held]
-        return self.manifest.codec.form(name) if held > 1 else "bf16"  # ids and mask are stored as they are
-
     def _scratch(self, size: int) -> NDArray[np.uint8]:
         """Memory for stored bytes, used again and again: fresh pages cost more than the copy out of them."""
         if len(self._spare) < size:
             self._spare = np.empty(size, np.uint8)
         return self._spare[:size]
-
-    def _undo(self, place: int, held: int, stored: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
-        """Checks one stored value and writes what it stands for to `out`."""
-        name = self._names[held]
-        if self._check and zlib.crc32(stored) != self._crc32[place, held]:
-            raise self._damaged(place, f"its {name} has another checksum than the ledger")
-        form = self._form(held)
-        if form == "bf16" and stored.ctypes.data == out.ctypes.data:
-            return
-        try:
-            unpack(form, stored, out, self.origin.hidden)
-        except (OSError, ValueError) as error:
-            raise self._damaged(place, f"its {name} is not of the form {form} ({error})") from error
 
     def _shard_file(self, index: int) -> pa.NativeFile:
         if index not in self._open:
@@ -186,8 +211,8 @@ class CacheReader:
             file = self._folder.open(shard.file)
             if file.size() != shard.bytes:
                 raise InputError(
-                    f"{self._folder.where(shard.file)} has {file.size():,} bytes, the manifest says {shard.bytes:,}: it is "
-                    "truncated or another cache's; `dspark cache verify` checks the others"
+                    f"{self._folder.where(shard.file)} has {file.size():,} bytes, the manifest says {shard.bytes:,}: "
+                    "it is truncated or another cache's; `dspark cache verify` checks the others"
                 )
             self._open[index] = file
             if len(self._open) > _OPEN_SHARDS:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from dspark.data.captures import Origin, origin_of, schema_of
 from dspark.data.codecs import Codec
 from dspark.data.folder import Folder
-from dspark.data.shards import LEDGER_SCHEMA, Distortion, ShardRecord
+from dspark.data.shard_record import LEDGER_SCHEMA, Distortion, ShardRecord
 from dspark.errors import InputError
 
 MANIFEST, LEDGER = "manifest.json", "ledger.parquet"
@@ -38,7 +38,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete cache says of itself. `settings` are those of the command that wrote it, `plan` is its shards'."""
+    """What a complete cache says of itself; `settings` are those that decided its bits beside the Origin."""
 
     origin: Origin
     codec: Codec

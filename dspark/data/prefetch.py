@@ -1,4 +1,4 @@
-"""Results of a slow function, in order, computed on a background thread up to a bound of bytes ahead of the consumer."""
+"""Results of a slow function, in order, computed on a background thread, a bounded number of bytes ahead."""
 
 import threading
 from collections import deque
