@@ -86,7 +86,7 @@ def write_copy(copy: Copy, out: str, shard_bytes: int, on_rows: OnRows) -> Manif
     refuse_own_folder(out, [reader.address for reader, _ in copy.parts])
     sources = {sample: reader for reader, ids in copy.parts for sample in ids}
     ids = list(sources)
-    sizes = [int(size) for reader, part in copy.parts for size in reader.stored_bytes(part)]
+    sizes = [size for reader, part in copy.parts for size in _sizes(reader, part, copy.codec)]
     planned = plan_shards([[row] for row in range(len(ids))], sizes, 1, shard_bytes)
     shards = [[ids[row] for row in shard] for shard in planned]
 
@@ -130,6 +130,13 @@ def _write_all(
             done += len(shards[index])
             on_rows(done)
         return writer.finish()
+
+
+def _sizes(reader: CacheReader, samples: Sequence[str], codec: Codec) -> list[int]:
+    """Bytes of samples in the new cache; where they change their form, at most."""
+    if reader.manifest.codec == codec:
+        return [int(size) for size in reader.stored_bytes(samples)]
+    return [reader.tokens(sample) * bytes_per_token(reader.origin) for sample in samples]
 
 
 def refuse_own_folder(out: str, sources: Sequence[str]) -> None:

@@ -105,10 +105,7 @@ class CacheReader:
         Raises:
             InputError: a sample that is not there, a shard that is missing, truncated or damaged (names shard and row).
         """
-        try:
-            places = [self._places[sample] for sample in ids]
-        except KeyError as error:
-            raise InputError(f"the cache {self._folder.address} does not hold the sample {error.args[0]}") from error
+        places = [self._place(sample) for sample in ids]
         lengths = self.lengths[places]
         columns = [_Column(lengths, width) for width in self._widths]
         # In the order of the files, whatever was asked for.
@@ -121,7 +118,7 @@ class CacheReader:
 
         Its distortion is the cache's as a whole: that of single samples is not kept.
         """
-        place = self._places[sample]
+        place = self._place(sample)
         parts = [np.empty(self._sizes[place, held], np.uint8) for held in self._wanted]
         self._read(place, ["bf16"] * len(parts), parts)
         ids, mask, *states = parts
@@ -137,7 +134,7 @@ class CacheReader:
 
     def stored_bytes(self, samples: Sequence[str]) -> NDArray[np.int64]:
         """Bytes of the wanted values of each sample on disk."""
-        places = [self._places[sample] for sample in samples]
+        places = [self._place(sample) for sample in samples]
         sums: NDArray[np.int64] = self._sizes[places][:, self._wanted].sum(axis=1)
         return sums
 
@@ -150,16 +147,23 @@ class CacheReader:
         token_bytes = bytes_per_token(self.origin)
 
         def size(ids: Sequence[str]) -> int:
-            return token_bytes * sum(
-                int(self.lengths[self._places[sample]]) for sample in ids if sample in self._places
-            )
+            return token_bytes * sum(self.tokens(sample) for sample in ids)
 
         return ahead(batches, self.table, size, ahead_bytes)
+
+    def tokens(self, sample: str) -> int:
+        """Tokens of a sample."""
+        return int(self.lengths[self._place(sample)])
 
     def close(self) -> None:
         """Closes its files; the reader can still be used."""
         while self._open:
             self._open.popitem()[1].close()
+
+    def _place(self, sample: str) -> int:
+        if sample not in self._places:
+            raise InputError(f"the cache {self.address} does not hold the sample {sample}")
+        return self._places[sample]
 
     def _read(self, place: int, forms: Sequence[Form], parts: Sequence[NDArray[np.uint8]]) -> None:
         """One sample's wanted values into `parts`, each freed from its form."""
