@@ -17,14 +17,16 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
-from dspark.data.captures import Origin
-from dspark.data.codecs import Codec
+from dspark.data.captures import Origin, final_column, tap_column
+from dspark.data.codecs import SHARE, Codec
 from dspark.data.folder import Folder
 from dspark.data.manifest import MANIFEST, Manifest, Setting, read_manifest, write_manifest
 from dspark.data.shard_record import ShardRecord, read_record, record_file, shard_file
 from dspark.data.shards import ShardTask, check_same_origin
 from dspark.errors import InputError
 
+# Page headers, ledger, and what the estimate of a codec may be off.
+_ROOM = 1.02
 JOB, LOCK = "writing.json", ".lock"
 # Parts of the ledger are small; an object store answers each only after some tens of milliseconds.
 _READERS = 8
@@ -33,6 +35,27 @@ _READERS = 8
 def bytes_per_token(origin: Origin) -> int:
     """Bytes of one captured token as the contract holds it: states in bf16, its id, its mask."""
     return (len(origin.taps) + 1) * origin.hidden * 2 + 5
+
+
+def expected_bytes(origin: Origin, codec: Codec, tokens: int) -> int:
+    """About how many bytes the shards of so many tokens take."""
+    columns = [*map(tap_column, origin.taps), final_column()]
+    states = sum(SHARE[codec.form(column)] for column in columns) * origin.hidden * 2
+    return round(tokens * (states + 5))
+
+
+def check_room(address: str, needed: int) -> None:
+    """Refuses a cache that cannot fit: better now than after a day. A file system that counts no space passes.
+
+    Raises:
+        InputError: says how much there is and how much is needed.
+    """
+    free = Folder(address).free_bytes()
+    if free is not None and free < needed * _ROOM:
+        raise InputError(
+            f"{address} has {free / 1e9:,.1f} GB of free space, the cache takes about {needed / 1e9:,.1f} GB: free "
+            "some, write elsewhere, or store less (fewer taps, shorter rows, storage planes, taps int8_outlier)"
+        )
 
 
 def plan_shards(
@@ -110,13 +133,7 @@ class CacheWriter:
         """
         if self.complete:
             return []
-        sizes = self._folder.sizes()
-        there = [index for index in range(len(self._shards)) if {shard_file(index), record_file(index)} <= sizes.keys()]
-        records = self._records(there)
-        return sorted(
-            set(range(len(self._shards)))
-            - {record.index for record in records if record.bytes == sizes[shard_file(record.index)]}
-        )
+        return sorted(set(range(len(self._shards))) - self._finished().keys())
 
     def finish(self) -> Manifest:
         """Joins the parts of the ledger and writes the manifest; afterwards the cache can be read.
@@ -125,22 +142,26 @@ class CacheWriter:
             InputError: shards are missing.
         """
         if not self.complete:
-            if missing := self.unfinished():
+            records = self._finished()
+            if missing := sorted(set(range(len(self._shards))) - records.keys()):
                 raise InputError(f"{self._folder.address} lacks {len(missing)} shards, the first is {missing[0]}")
-            records = self._records(range(len(self._shards)))
-            write_manifest(self._folder, self.task.origin, self.task.codec, self._settings, self.plan, records)
+            in_order = [records[index] for index in range(len(self._shards))]
+            write_manifest(self._folder, self.task.origin, self.task.codec, self._settings, self.plan, in_order)
         self._clear()
         return read_manifest(self._folder)
 
-    def _records(self, indices: Sequence[int]) -> list[ShardRecord]:
+    def _finished(self) -> dict[int, ShardRecord]:
+        """Records of the shards that are there, each with its file, of its size, and its part of the ledger."""
+        sizes = self._folder.sizes()
+        there = [index for index in range(len(self._shards)) if {shard_file(index), record_file(index)} <= sizes.keys()]
         with ThreadPoolExecutor(_READERS) as readers:
-            records = list(readers.map(lambda index: read_record(self._folder, index), indices))
+            records = list(readers.map(lambda index: read_record(self._folder, index), there))
         for record in records:
             ids = [*record.rows.column("sample_id").to_pylist(), *record.skipped]
             if sorted(ids) != sorted(self._shards[record.index]):
                 where = self._folder.where(record.file)
                 raise InputError(f"{where} holds other samples than planned: name a new folder")
-        return records
+        return {record.index: record for record in records if record.bytes == sizes[record.file]}
 
     def _begin(self) -> None:
         if self.complete:

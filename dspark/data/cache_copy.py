@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from dspark.data.cache import CacheWriter, bytes_per_token, plan_shards
+from dspark.data.cache import CacheWriter, check_room, expected_bytes, plan_shards
 from dspark.data.cache_reader import CacheReader
 from dspark.data.captures import Origin
 from dspark.data.codecs import Codec, pack, unpack
@@ -95,7 +95,7 @@ def write_copy(copy: Copy, out: str, shard_bytes: int, on_rows: OnRows) -> Manif
         copy_shard(task, index, shards[index], samples)
 
     writer = CacheWriter(out, copy.parts[0][0].origin, copy.codec, shards, copy.settings)
-    return _write_all(writer, shards, write, on_rows)
+    return _write_all(writer, shards, sizes, write, on_rows)
 
 
 def write_converted(
@@ -104,7 +104,8 @@ def write_converted(
     """Writes samples of a raw cache, by id their numbers in it, as the cache `out`; errors as in `write_copy`."""
     ids = list(rows)
     lengths = [int(raw.lengths[number]) for number in rows.values()]
-    planned = plan_shards([[row] for row in range(len(ids))], lengths, bytes_per_token(origin), shard_bytes)
+    sizes = [expected_bytes(origin, codec, length) for length in lengths]
+    planned = plan_shards([[row] for row in range(len(ids))], sizes, 1, shard_bytes)
     shards = [[ids[row] for row in shard] for shard in planned]
 
     def write(task: ShardTask, index: int) -> None:
@@ -112,19 +113,23 @@ def write_converted(
         write_shard(task, index, shards[index], tables)
 
     writer = CacheWriter(out, origin, codec, shards, {"raw": raw.identity, "raw_target": raw.target})
-    return _write_all(writer, shards, write, on_rows)
+    return _write_all(writer, shards, sizes, write, on_rows)
 
 
 def _write_all(
     writer: CacheWriter,
     shards: Sequence[Sequence[str]],
+    sizes: Sequence[int],
     write: Callable[[ShardTask, int], None],
     on_rows: OnRows,
 ) -> Manifest:
     """Writes what is unfinished of a cache, shard after shard, and finishes it."""
     with writer:
         unfinished = writer.unfinished()
-        done = sum(map(len, shards)) - sum(len(shards[index]) for index in unfinished)
+        left = sum(len(shards[index]) for index in unfinished)
+        # By the mean size of a sample.
+        check_room(writer.task.folder, sum(sizes) * left // max(1, len(sizes)))
+        done = len(sizes) - left
         for index in unfinished:
             write(writer.task, index)
             done += len(shards[index])
@@ -136,7 +141,7 @@ def _sizes(reader: CacheReader, samples: Sequence[str], codec: Codec) -> list[in
     """Bytes of samples in the new cache; where they change their form, at most."""
     if reader.manifest.codec == codec:
         return [int(size) for size in reader.stored_bytes(samples)]
-    return [reader.tokens(sample) * bytes_per_token(reader.origin) for sample in samples]
+    return [expected_bytes(reader.origin, codec, reader.tokens(sample)) for sample in samples]
 
 
 def refuse_own_folder(out: str, sources: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ Nothing is mapped: what a reader holds is its ledger (some 200 bytes a sample) a
 Columns are read where the ledger says they lie: a tap that is not wanted moves no bytes, and no footer is read.
 """
 
+import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,7 +54,7 @@ class _Column:
 
 
 class CacheReader:
-    """A complete cache. One reader serves one thread at a time; any number of readers share a folder.
+    """A complete cache. Threads may share a reader, and take turns; any number of readers share a folder.
 
     `taps` are the wanted ones, in the order of the returned columns (None: all that are there). With `check`, each
     value's CRC-32 is compared as it is read.
@@ -88,6 +89,7 @@ class CacheReader:
         # A remote read costs a request whatever its size.
         self._gap = 0 if self._folder.local is not None else _GAP_BYTES
         self._spare = np.empty(0, np.uint8)
+        self._lock = threading.Lock()
         self._open: OrderedDict[int, pa.NativeFile] = OrderedDict()
 
     @cached_property
@@ -167,6 +169,10 @@ class CacheReader:
 
     def _read(self, place: int, forms: Sequence[Form], parts: Sequence[NDArray[np.uint8]]) -> None:
         """One sample's wanted values into `parts`, each freed from its form."""
+        with self._lock:
+            self._read_locked(place, forms, parts)
+
+    def _read_locked(self, place: int, forms: Sequence[Form], parts: Sequence[NDArray[np.uint8]]) -> None:
         file = self._shard_file(int(self._shard[place]))
         for span in self._spans(place):
             # A local read goes straight to its place in the table.

@@ -5,6 +5,7 @@ elsewhere is there once its upload is closed.
 """
 
 import os
+import shutil
 import uuid
 import zlib
 from collections.abc import Iterator
@@ -65,6 +66,13 @@ class Folder:
     def where(self, name: str) -> str:
         """The address of a file in the folder, for messages."""
         return f"{self.address}/{name}"
+
+    def free_bytes(self) -> int | None:
+        """Free space of a local disk, where the folder is or will be; None elsewhere."""
+        if self.local is None:
+            return None
+        there = next(path for path in (self.local, *self.local.parents) if path.exists())
+        return shutil.disk_usage(there).free
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file by name, temporary ones left out; empty where there is no such folder."""

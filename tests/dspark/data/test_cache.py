@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -9,19 +10,20 @@ from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 from typing import Any
 
 import fsspec
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark.data.cache import CacheWriter, plan_shards
+from dspark.data.cache import CacheWriter, bytes_per_token, check_room, expected_bytes, plan_shards
 from dspark.data.cache_reader import CacheReader
 from dspark.data.captures import origin_of, tap_column
 from dspark.data.codecs import Codec
 from dspark.data.folder import Folder
 from dspark.data.shards import write_shard
 from dspark.errors import InputError
-from tests.dspark.caches import PLAIN, SHARDS, TAPS, name, origin_for, planned, table, write_cache
+from tests.dspark.caches import HIDDEN, PLAIN, SHARDS, TAPS, name, origin_for, planned, table, write_cache
 
 ALL = [number for shard in SHARDS for number in shard]
 
@@ -251,3 +253,23 @@ def test_tables_read_ahead_come_in_order(tmp_path: Path) -> None:
     assert [found.column("sample_id").to_pylist() for found in read] == batches
     with pytest.raises(InputError, match="does not hold the sample id-9"):
         list(CacheReader(str(tmp_path)).tables([["id-1"], ["id-9"]], ahead_bytes=10**6))
+
+
+def test_threads_may_share_a_reader(tmp_path: Path) -> None:
+    write_cache(tmp_path)
+    reader = CacheReader(str(tmp_path))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda number: reader.table([name(number)]), ALL * 5))
+    assert pa.concat_tables(found).equals(table(ALL * 5))
+
+
+def test_a_cache_that_cannot_fit_is_refused_before_it_is_begun(tmp_path: Path) -> None:
+    origin = origin_for()
+    assert bytes_per_token(origin) == 4 * HIDDEN * 2 + 5 == expected_bytes(origin, PLAIN, 1)
+    assert expected_bytes(origin_for(Codec("planes", "int8_outlier")), Codec("planes", "int8_outlier"), 100) == round(
+        100 * (3 * 0.54 * 128 + 0.72 * 128 + 5)
+    )
+    check_room(str(tmp_path / "not" / "yet"), 1000)
+    check_room("memory://anywhere", 10**18)
+    with pytest.raises(InputError, match=r"GB of free space, the cache takes about 1,000,000,000.0 GB"):
+        check_room(str(tmp_path), 10**18)
