@@ -17,10 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -85,7 +87,7 @@ def sample_id(row: int) -> str:
 
 
 def lengths(pool: pa.Table, rows: int) -> list[int]:
-    own = pa.compute.list_value_length(pool.column("input_ids")).to_pylist()
+    own = pc.list_value_length(pool.column("input_ids")).to_pylist()
     return [own[row % len(own)] for row in range(rows)]
 
 
@@ -134,13 +136,10 @@ class Raw:
         return copied
 
 
-def read_sequentially(reader: CacheReader, rows: Sequence[int]) -> int:
-    batches = [[sample_id(row) for row in rows[at : at + BATCH]] for at in range(0, len(rows), BATCH)]
-    return sum(reader.table(batch).nbytes for batch in batches)
-
-
-def read_singly(reader: CacheReader, rows: Sequence[int]) -> int:
-    return sum(reader.table([sample_id(row)]).nbytes for row in rows)
+def read(reader: CacheReader, rows: Sequence[int], batch: int) -> int:
+    """Reads samples in this order, `batch` at a time; returns the tables' bytes."""
+    batches = [[sample_id(row) for row in rows[at : at + batch]] for at in range(0, len(rows), batch)]
+    return sum(table.nbytes for table in reader.tables(batches, AHEAD_BYTES))
 
 
 def forget(folder: Path) -> None:
@@ -163,13 +162,13 @@ def taking_turns(
 ) -> tuple[float, float, float]:
     """Median over the turns of: bytes per second of raw, of ours, and the second over the first."""
     turns = []
+    if not cold:
+        raw(), ours()
     for _ in range(repeats):
         speeds = []
         for work in (raw, ours):
             if cold:
                 forget(folder)
-            else:
-                work()
             took, done = seconds(work)
             speeds.append(done / took)
         turns.append((*speeds, speeds[1] / speeds[0]))
@@ -192,7 +191,7 @@ def bytes_read(work: Callable[[], int]) -> int:
 def peak_mb(pool: Path, folder: Path, task: str, rows: int) -> float:
     """How far a process of its own grows over what it has after its imports, in MB."""
     command = [sys.executable, __file__, "--child", task, str(pool), str(folder), str(rows)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return float(done.stdout)
 
 
@@ -228,20 +227,27 @@ def measure(scratch: Path, pool: pa.Table, rows: int, repeats: int) -> dict[str,
     took, _ = seconds(lambda: write(pool, folder, rows, Codec(), SHARD_BYTES).bytes)
     found["write_gb_per_s"] = raw.bytes / took / 1e9
     found["plain_bytes"] = sum(file.stat().st_size for file in folder.iterdir()) / raw.bytes
-    reader, few = CacheReader(str(folder)), CacheReader(str(folder), [TAPS[0], TAPS[3]])
-    for name, cold in (("cold", True), ("warm", False)):
-        first, second, ratio = taking_turns(
-            scratch, cold, repeats, lambda: raw.read(order), lambda: read_sequentially(reader, order)
-        )
-        found |= {f"raw_{name}_gb_per_s": first / 1e9, f"{name}_gb_per_s": second / 1e9}
-        found[f"{name}_sequential_speed"] = ratio
+    known = CacheReader(str(folder))
+    fresh = iter([CacheReader(str(folder)) for _ in range(4 * repeats)])
     first, second, ratio = taking_turns(
-        scratch, True, repeats, lambda: raw.read(picks), lambda: read_singly(reader, picks)
+        scratch, True, repeats, lambda: raw.read(order), lambda: read(next(fresh), order, BATCH)
+    )
+    found |= {"raw_cold_gb_per_s": first / 1e9, "cold_gb_per_s": second / 1e9, "cold_sequential_speed": ratio}
+    first, second, ratio = taking_turns(
+        scratch, False, repeats, lambda: raw.read(order), lambda: read(known, order, BATCH)
+    )
+    found |= {"raw_warm_gb_per_s": first / 1e9, "warm_gb_per_s": second / 1e9, "warm_sequential_speed": ratio}
+    took, done = seconds(lambda: read(next(fresh), order, BATCH))
+    found["warm_first_read_gb_per_s"] = done / took / 1e9
+    took, done = seconds(lambda: read(CacheReader(str(scratch / "planes")), range(pool.num_rows), BATCH))
+    found["planes_first_read_gb_per_s"] = done / took / 1e9
+    first, second, ratio = taking_turns(
+        scratch, True, repeats, lambda: raw.read(picks), lambda: read(next(fresh), picks, 1)
     )
     found |= {"raw_random_gb_per_s": first / 1e9, "random_gb_per_s": second / 1e9, "cold_random_time": 1 / ratio}
-    found["two_of_five_taps_bytes"] = bytes_read(lambda: read_sequentially(few, order)) / bytes_read(
-        lambda: read_sequentially(reader, order)
-    )
+    few = CacheReader(str(folder), [TAPS[0], TAPS[3]])
+    moved, whole = (bytes_read(partial(read, reader, order, BATCH)) for reader in (few, known))
+    found["two_of_five_taps_bytes"] = moved / whole
     return found
 
 

@@ -13,8 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
+from numpy.typing import NDArray
 
 from dspark.errors import InputError
 
@@ -54,6 +56,44 @@ class Sink:
         self.closed = True
 
 
+class Source:
+    """A file to read pieces of. Never through a memory map: pages of a map count as the process's memory."""
+
+    def __init__(self, file: int | pa.NativeFile) -> None:
+        self._file = file  # a descriptor, its own from now on
+        self.size: int = os.fstat(file).st_size if isinstance(file, int) else file.size()
+
+    def read_into(self, at: int, out: NDArray[np.uint8]) -> int:
+        """Fills `out` from place `at` on; returns how many bytes there were. Raises OSError."""
+        done = 0
+        while done < len(out):
+            rest = out[done:]
+            if isinstance(self._file, int):
+                got = os.preadv(self._file, [rest.data], at + done)
+            else:
+                self._file.seek(at + done)
+                got = self._file.readinto(rest)
+            if got == 0:
+                break
+            done += got
+        return done
+
+    def will_read(self, at: int, size: int) -> None:
+        """Lets a local disk begin with a piece that is read soon."""
+        if isinstance(self._file, int):
+            os.posix_fadvise(self._file, at, size, os.POSIX_FADV_WILLNEED)
+
+    def close(self) -> None:
+        if not isinstance(self._file, int):
+            self._file.close()
+        elif self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class Folder:
     """`address` is a path, or a URI of any scheme that pyarrow or fsspec knows."""
 
@@ -87,13 +127,22 @@ class Folder:
             raise InputError(f"the folder {self.address} cannot be made ({_reason(error)}): name another") from error
 
     def open(self, name: str) -> pa.NativeFile:
-        """A file for reading, never through a memory map: pages of a map count as the process's memory.
+        """A file to be read from its beginning.
 
         Raises:
             InputError: the file is missing or cannot be read.
         """
         try:
             return self._files.open_input_file(f"{self._path}/{name}")
+        except OSError as error:
+            raise InputError(f"{self.where(name)} cannot be read: {_reason(error)}") from error
+
+    def source(self, name: str) -> Source:
+        """A file to be read in pieces; errors as in `open`."""
+        if self.local is None:
+            return Source(self.open(name))
+        try:
+            return Source(os.open(self.local / name, os.O_RDONLY))
         except OSError as error:
             raise InputError(f"{self.where(name)} cannot be read: {_reason(error)}") from error
 
