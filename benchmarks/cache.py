@@ -10,7 +10,6 @@ import argparse
 import json
 import mmap
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -188,6 +187,12 @@ def bytes_read(work: Callable[[], int]) -> int:
     return counter() - before
 
 
+def status_mb(field: str) -> float:
+    """One of the kernel's numbers about this process's memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(f"{field}:"))) / 1024
+
+
 def peak_mb(pool: Path, folder: Path, task: str, rows: int) -> float:
     """How far a process of its own grows over what it has after its imports, in MB."""
     command = [sys.executable, __file__, "--child", task, str(pool), str(folder), str(rows)]
@@ -199,7 +204,8 @@ def child(task: str, pool_file: Path, folder: Path, rows: int) -> None:
     """Writes or reads a cache, and prints its growth."""
     with pa.OSFile(str(pool_file)) as file:
         pool = pa.ipc.open_stream(file).read_all()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status_mb("VmRSS")
     if task == "write":
         write(pool, folder, rows, Codec(), SHARD_BYTES // 4)
     else:
@@ -209,7 +215,7 @@ def child(task: str, pool_file: Path, folder: Path, rows: int) -> None:
         batches = [[sample_id(row) for row in order[at : at + BATCH]] for at in range(0, rows, BATCH)]
         for _ in reader.tables(batches, AHEAD_BYTES):
             pass
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    print(status_mb("VmHWM") - before)
 
 
 def measure(scratch: Path, pool: pa.Table, rows: int, repeats: int) -> dict[str, float]:
