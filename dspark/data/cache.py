@@ -228,13 +228,16 @@ class CacheWriter:
         try:
             # The kernel gives it back when the process ends, however it ends.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             holder = os.pread(self._lock, 100, 0).decode(errors="replace").strip()
             self._release_lock()
             raise InputError(
                 f"{self._folder.address} is being written by another process ({holder or 'unknown'}): wait for it, or "
                 "name a new folder"
             ) from error
+        except OSError:
+            # A file system that knows no locks: what holds for object stores holds here.
+            return
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
 

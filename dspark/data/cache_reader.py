@@ -2,7 +2,7 @@
 
 ids -> ledger: shard, places, checksums -> plain reads of those bytes -> stored form undone -> the contract's table
 
-Nothing is mapped: what a reader holds is its ledger (some 200 bytes a sample) and the tables that it was asked for.
+Nothing is mapped: what a reader holds is its ledger (some 500 bytes a sample) and the tables that it was asked for.
 Columns are read where the ledger says they lie: a tap that is not wanted moves no bytes, and no footer is read.
 """
 
@@ -215,18 +215,20 @@ class CacheReader:
         self, batches: Iterable[Sequence[str]], size: Callable[[Sequence[str]], int]
     ) -> Iterator[Sequence[str]]:
         """The batches; while one is being read, the disk is at the next ones."""
-        waiting: deque[Sequence[str]] = deque()
+        waiting: deque[tuple[Sequence[str], int]] = deque()
         told = 0
         for batch in batches:
-            with suppress(InputError):  # told when it is this batch's turn
+            taken = 0
+            with suppress(InputError):  # raised when it is this batch's turn
                 self._announce([self._place(sample) for sample in batch])
-                told += size(batch)
-            waiting.append(batch)
+                taken = size(batch)
+            waiting.append((batch, taken))
+            told += taken
             while told > _ANNOUNCED_BYTES and len(waiting) > 1:
-                with suppress(InputError):
-                    told -= size(waiting[0])
-                yield waiting.popleft()
-        yield from waiting
+                batch, taken = waiting.popleft()
+                told -= taken
+                yield batch
+        yield from (batch for batch, _ in waiting)
 
     def _announce(self, places: Sequence[int]) -> None:
         """Lets the disk begin with all that will be read of some samples, so that it has more than one request."""
