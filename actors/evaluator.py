@@ -13,7 +13,7 @@ import torch
 from dspark.decoding.engine import Engine, Generation, Request, Sampling
 from dspark.errors import InputError
 from dspark.evaluation.metrics import PromptResult
-from dspark.model.checkpoints import load_drafter
+from dspark.model.exchange import load_for_target
 from dspark.sections import EvaluateSettings, TargetSettings
 from dspark.target import DTYPES, load_target
 
@@ -36,7 +36,7 @@ class EvaluatorActor:
         torch.set_num_threads(task.evaluate.threads)
         self.task = task
         self.target = load_target(task.target.model_copy(update={"dtype": task.evaluate.dtype}))
-        loaded = load_drafter(task.drafter, self.target.device, DTYPES[task.evaluate.dtype])
+        loaded = load_for_target(task.drafter, task.target, self.target.device, DTYPES[task.evaluate.dtype])
         if loaded.config.vocab != self.target.vocab_size or loaded.config.hidden != self.target.hidden:
             raise InputError(
                 f"drafter {task.drafter} has vocabulary {loaded.config.vocab} and width {loaded.config.hidden}, its "

@@ -2,6 +2,7 @@
 
     plan -> windows of rows -> target actors -> captured blocks, one per rank and step -> trainer ranks in plan order
     prompts -> evaluator actors -> results
+    conversations -> responder actors -> their answers
 
 Waits for: the oldest window. Bounded by: `targets.in_flight_mb` of the object store. A dead actor: Ray Data restarts it
 and repeats its window.
@@ -14,10 +15,13 @@ import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy, Dataset, ExecutionOptions, ExecutionResources
 
+from actors.responder import AnswerTask, ResponderActor
 from actors.target import TargetActor
+from dspark.answering import PrepareSettings
 from dspark.config import Settings
 from dspark.data.captures import Origin
 from dspark.data.plan import Plan, windows
+from dspark.sections import EvaluateSettings
 
 
 def captured_steps(settings: Settings, plan: Plan, origin: Origin, rows: Any, first_step: int) -> Dataset:
@@ -58,14 +62,24 @@ def evaluated(
     actor: type, arguments: tuple[Any, ...], batches: Sequence[pa.Table], settings: Settings
 ) -> Iterator[Any]:
     """Rows that evaluator actors return for batches of prompts, in the order in which they finish."""
-    pool = settings.evaluate
-    results = ray.data.from_arrow(list(batches)).map_batches(
+    return iter(_pooled(actor, arguments, batches, settings.evaluate).iter_rows())
+
+
+def answered(task: AnswerTask, conversations: Sequence[pa.Table]) -> Iterator[pa.Table]:
+    """Tables of outcomes, one for each of `conversations`, in the order in which they finish."""
+    results = _pooled(ResponderActor, (task,), conversations, task.prepare)
+    return iter(results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0))
+
+
+def _pooled(
+    actor: type, arguments: tuple[Any, ...], tables: Sequence[pa.Table], pool: EvaluateSettings | PrepareSettings
+) -> Dataset:
+    return ray.data.from_arrow(list(tables)).map_batches(
         actor,
         fn_constructor_args=arguments,
         batch_size=None,
         batch_format="pyarrow",
-        compute=ActorPoolStrategy(size=min(pool.actors, len(batches))),
+        compute=ActorPoolStrategy(size=min(pool.actors, len(tables))),
         num_cpus=pool.cpus,
         num_gpus=pool.gpus,
     )
-    return iter(results.iter_rows())

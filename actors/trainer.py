@@ -1,14 +1,17 @@
 """One trainer rank inside a Ray Train worker.
 
-    captured block (this rank's share of a step) -> anchors and blocks -> one all-reduce of the weights
-      -> micro-batches: forward, backward -> optimizer step -> every `log_every`: one all-reduce of metrics, one record
+    captured block (this rank's share of a step) -> anchors, blocks and micro-batches, while earlier steps are made
+      -> one all-reduce of the weights -> micro-batches: forward, backward -> optimizer step
+      -> every `log_every`: one all-reduce of metrics, one record
 
-Every rank makes the same calls in the same order, whatever its rows hold (`dspark.training.share`).
+Every rank makes the same calls in the same order, whatever its rows hold (`dspark.training.share`). Between two records
+nothing here waits for the device; DeepSpeed does in its optimizer step, for the norm of the gradients.
 """
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import deepspeed
@@ -34,12 +37,18 @@ from dspark.model.warm_start import start_from_bigrams, start_from_target
 from dspark.target import DTYPES, default_device, load_vocabulary
 from dspark.training.kinds import objective_of
 from dspark.training.means import Means, add_means, stack_means, values_of
+from dspark.training.ready import ReadyShare, ready_shares
 from dspark.training.share import Share, make_share
 
 
 @dataclass
 class Clock:
-    """This rank's seconds by phase, and tokens, since the last record; and the learning rate of the newest step."""
+    """This rank's seconds by phase, and tokens, since the last record; and the learning rate of the newest step.
+
+    `waiting` is what the step waited for its data. `collate` is the work on the data, done meanwhile by other threads,
+    and no part of the total: waiting without as much of it is waiting for the target. On a GPU, forward and backward
+    are booked as they are handed over, and the time that they take in the phase that next waits for the device.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
@@ -55,8 +64,12 @@ class Clock:
     def lap(self, phase: str, since: float) -> float:
         """Books the time since `since` on a phase and returns now."""
         now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - since
+        self.book(phase, now - since)
         return now
+
+    def book(self, phase: str, seconds: float) -> None:
+        """Books seconds on a phase."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
 
 def train_rank(config: dict[str, TrainTask]) -> None:
@@ -86,20 +99,23 @@ def train(task: TrainTask) -> None:
     engine = make_engine(objective_of(drafter, task.settings), settings, task.plan.steps)
     start = restore(engine, task)
 
+    def share_of(captured: tuple[int, pa.Table]) -> Share:
+        positions = task.positions(captured[0], dist.get_rank())
+        return make_share(captured[1], positions, task.plan, task.draft, task.settings, pinned=device.type == "cuda")
+
     clock, means = Clock(), list[Means]()
-    for step, table in captured_shares(task, start, clock):
-        since = time.perf_counter()
-        share = make_share(table, task.positions(step, dist.get_rank()), task.plan, task.draft, task.settings, device)
-        clock.lap("collate", since)
-        clock.rate = float(engine.get_lr()[0])
-        means += [share.counts, *optimizer_step(engine, task.settings, vocabulary, share, clock)]
-        done, last = step + 1, step + 1 == task.plan.steps
-        if done % settings.log_every == 0 or last:
-            record(engine, task, done, means, clock)
-            clock.restart()
-            means = []
-        if done % settings.checkpoint_every == 0 or last:
-            save(engine, task, done)
+    tables = captured_tables(task, ray.train.get_dataset_shard("steps"), start)
+    with closing(ready_shares(tables, share_of, device, settings.prefetch, clock.book)) as shares:
+        for done, share in enumerate(shares, start + 1):
+            clock.rate = float(engine.get_lr()[0])
+            means += [share.counts, *optimizer_step(engine, task.settings, vocabulary, share, clock)]
+            last = done == task.plan.steps
+            if done % settings.log_every == 0 or last:
+                record(engine, task, done, means, clock)
+                clock.restart()
+                means = []
+            if done % settings.checkpoint_every == 0 or last:
+                save(engine, task, done)
 
 
 def _initial_drafter(task: TrainTask) -> AnyDrafter:
@@ -114,17 +130,16 @@ def _initial_drafter(task: TrainTask) -> AnyDrafter:
     return drafter
 
 
-def captured_shares(task: TrainTask, start: int, clock: Clock) -> Iterator[tuple[int, pa.Table]]:
+def captured_tables(
+    task: TrainTask, stream: ray.data.DataIterator, start: int
+) -> Generator[tuple[int, pa.Table], None, None]:
     """(step, this rank's rows) from `start` on; earlier steps of the first window were captured for its bits only."""
     plan = task.plan
     remaining = windows(plan, task.settings.targets.window_rows, start * plan.global_batch)
     first = remaining[0].start // plan.global_batch if remaining else plan.steps
-    stream = ray.train.get_dataset_shard("steps")
     tables = iter(stream.iter_batches(batch_size=task.settings.train.share, batch_format="pyarrow", prefetch_batches=1))
     for step in range(first, plan.steps):
-        since = time.perf_counter()
         table = next(tables, None)
-        clock.lap("waiting", since)
         if table is None:
             raise RuntimeError(f"the stream of captured rows ended at step {step} of {plan.steps}")
         if step >= start:
@@ -141,7 +156,7 @@ def _check_rows(task: TrainTask, step: int, table: pa.Table) -> None:
 
 
 def optimizer_step(
-    engine: DeepSpeedEngine, settings: Settings, vocabulary: Vocabulary, share: Share, clock: Clock
+    engine: DeepSpeedEngine, settings: Settings, vocabulary: Vocabulary, share: ReadyShare, clock: Clock
 ) -> list[Means]:
     """All micro-batches of one step and the update. Returns this rank's metrics, not yet reduced."""
     denominators = share.weights.clone()
@@ -149,7 +164,7 @@ def optimizer_step(
     if settings.loss.denominator == "global":
         denominators = denominators.sum().expand_as(denominators)
     means = []
-    for batch, blocks, denominator in zip(share.batches, share.blocks, denominators, strict=True):
+    for (batch, blocks), denominator in zip(share.micro_batches, denominators, strict=True):
         since = time.perf_counter()
         objective = engine(vocabulary, batch, blocks, denominator)
         since = clock.lap("forward", since)

@@ -57,7 +57,8 @@ def draw_chains() -> None:
     """Three chained EAGLE-3 steps of two rows of a text."""
     rows = [ANSWER - 1, ANSWER + 1]
     steps = 3
-    visible = visible_rows(torch.tensor([rows]), len(TOKENS), steps)[0, 0].numpy().astype(int)
+    seen = visible_rows(torch.tensor([rows]), torch.zeros(1, len(rows)), len(TOKENS), steps)
+    visible = seen[0, 0].numpy().astype(int)
     visible[:, len(TOKENS) :] *= 2
     columns = TOKENS + [f"step {step}, row {row}" for step in range(1, steps) for row in rows]
     # Step j sees the columns of the steps up to itself.

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from dspark.answering import PrepareSettings
 from dspark.kind_keys import named_unused, without_unused
 from dspark.learning import DrafterSettings, Eagle3Settings, LossSettings, TrainSettings
 from dspark.sections import (
@@ -33,6 +34,7 @@ class Settings(Section):
     target: TargetSettings
     targets: TargetPoolSettings = TargetPoolSettings()
     data: DataSettings
+    prepare: PrepareSettings = PrepareSettings()
     drafter: DrafterSettings
     loss: LossSettings = LossSettings()
     eagle3: Eagle3Settings = Eagle3Settings()

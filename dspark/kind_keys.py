@@ -10,7 +10,7 @@ UNUSED: Mapping[str, tuple[str, ...]] = {
     "dspark": ("eagle3",),
     "eagle3": (
         "drafter.layers", "drafter.mask_token_id", "drafter.markov_rank", "drafter.markov_head", "drafter.init",
-        "drafter.confidence", "drafter.confidence_with_markov", "loss", "train.anchors", "train.pack_tokens",
+        "drafter.confidence", "drafter.confidence_with_markov", "loss", "train.anchors",
     ),
 }  # fmt: skip
 

@@ -8,6 +8,8 @@ from pydantic_core import PydanticCustomError
 
 from dspark.sections import AutoPrecision, Count, Fraction, Positive, Section, Weight
 
+LOGITS_MB = 256
+
 
 class DrafterSettings(Section):
     """Architecture of the drafter (design sections 4 and 5). `dspark.kind_keys` says which keys a kind lacks."""
@@ -110,7 +112,13 @@ class TrainSettings(Section):
     pack_tokens: Positive | None = Field(
         None, description="pack a micro-batch's rows into tensors of at most so many tokens a row; null: pad each row"
     )
+    prefetch: Count = Field(
+        2,
+        description="micro-batches made ready by threads while one is trained, each of micro_batch x tokens x "
+        "(taps + 1) x hidden values in `precision`, on the host and on the GPU; 0: each when it is needed",
+    )
     anchors: Positive = Field(512, description="blocks drawn per row, A")
+    logits_mb: Positive = Field(LOGITS_MB, description="memory of the objective's chunks of logits, in MB")
     epochs: Positive = Field(10, description="passes over the rows; rows without weight fill the last step")
     max_steps: Positive | None = Field(None, description="stop after so many optimizer steps, whatever `epochs` says")
     lr: Annotated[float, Field(gt=0)] = 6e-4

@@ -29,8 +29,10 @@ def check_reference(folders: Sequence[Path], dtype: Precision = "fp32") -> bool:
     failed, bounds = len(passed) - sum(passed), BOUNDS[dtype]
     measure = ", for gradients of their norm" if bounds.whole_gradients else ""
     console.print(
-        f"{len(passed)} cases, {failed} beyond the tolerance ({dtype}, tensor by tensor: outputs {bounds.outputs:.3g}, "
-        f"losses {bounds.losses:.3g}, gradients {bounds.gradients:.3g} of the largest stored magnitude{measure})",
+        f"{len(passed)} cases, {failed} beyond the tolerance ({dtype}, tensor by tensor: target logits "
+        f"{bounds.target_logits:.3g}, draft logits {bounds.draft_logits:.3g}, confidence {bounds.confidence:.3g}, "
+        f"losses {bounds.losses:.3g}, gradients {bounds.layer_gradients:.3g}, behind the layers "
+        f"{bounds.head_gradients:.3g} of the largest stored magnitude{measure})",
         soft_wrap=True,
     )
     return failed == 0

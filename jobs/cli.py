@@ -29,7 +29,7 @@ Preset = Annotated[Path, typer.Argument(help="YAML file with the settings of one
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over the preset's, such as loss.l1=0.9.")
 ]
-Checkpoint = Annotated[Path, typer.Argument(help="Folder of a drafter.")]
+Checkpoint = Annotated[Path, typer.Argument(help="Folder of a drafter, in any of the layouts of `export`.")]
 TargetName = Annotated[str, typer.Option(help="Local folder, hub id, or smollm2-135m-instruct.")]
 Resume = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of an interrupted run to go on with.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the settings and the plan, touch nothing.")]
@@ -53,6 +53,15 @@ def run(preset: Preset, overrides: Overrides = None, resume: Resume = None, dry_
     from jobs.run import run
 
     run(settings, resume, dry_run)
+
+
+@app.command(cls=PresetCommand)
+def prepare(preset: Preset, overrides: Overrides = None, resume: Resume = None, dry_run: DryRun = False) -> None:
+    """Let the target answer conversations anew: rows for training, validation and held-out."""
+    settings = load_settings(preset, overrides or [])
+    from jobs.prepare import prepare
+
+    prepare(settings, resume, dry_run)
 
 
 @app.command(cls=PresetCommand)

@@ -16,19 +16,22 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from dspark.config import Settings
+from dspark.data.files import SUFFIXES
 from dspark.errors import InputError
 from dspark.sections import Section
 
 Values = dict[str, Any]
 
 # Where a relative path in a preset starts: at the preset's folder, or at home, the working directory.
-_MODEL = ("target", "model")
+_MODEL, _SOURCE = ("target", "model"), ("prepare", "source")
 _PATHS: Mapping[tuple[str, ...], Literal["preset", "home"]] = {
     ("data", "conversations"): "preset",
     ("data", "held_out"): "preset",
     ("evaluate", "benchmarks"): "preset",
     ("drafter", "start_from"): "preset",
     _MODEL: "preset",
+    _SOURCE: "preset",
+    ("prepare", "folder"): "home",
     ("output",): "home",
 }
 _SHOWN_CHARACTERS = 80
@@ -168,9 +171,13 @@ def _absolute(values: Values, folder: Path, home: Path) -> Values:
     """The values with their paths made absolute; what is no text is left for the validation to refuse."""
     for keys, start in _PATHS.items():
         found = _lookup(values, keys)
-        # A target that is not written as a path is a hub id or a known name.
-        if isinstance(found, str) and (keys != _MODEL or found.startswith((".", "~"))):
-            _assign(values, keys, os.path.normpath((home if start == "home" else folder) / Path(found).expanduser()))
+        if not isinstance(found, str):
+            continue
+        path = os.path.normpath((home if start == "home" else folder) / Path(found).expanduser())
+        # A target or source that is not written as a path is a hub id or a known name.
+        named = keys in (_MODEL, _SOURCE) and not found.startswith((".", "~"))
+        if not named or (keys == _SOURCE and (found.endswith(SUFFIXES) or os.path.exists(path))):
+            _assign(values, keys, path)
     return values
 
 

@@ -32,7 +32,7 @@ class Experiment:
 
     @property
     def drafter(self) -> Path:
-        """The finished drafter in the published layout."""
+        """The finished drafter in the published layout; of `dspark evaluate` the one that it measures, in its own."""
         return self.folder / "drafter"
 
 

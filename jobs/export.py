@@ -17,9 +17,9 @@ from dspark.errors import InputError
 from dspark.evaluation.model_card import CardData, Licences, model_card
 from dspark.model.checkpoints import CONFIG, WEIGHTS, check_free, read_json
 from dspark.model.exchange import (
-    LAYOUTS,
     Checkpoint,
     check_expressible,
+    layout_named,
     read_checkpoint,
     with_vocabulary,
     write_checkpoint,
@@ -55,7 +55,7 @@ def export(
     console = Console(highlight=False)
     settings = None if target is None else TargetSettings(model=target)
     config = None if settings is None else load_config(settings)
-    found = read_checkpoint(checkpoint, source, None if config is None else config.num_hidden_layers)
+    found = read_checkpoint(checkpoint, source, None if config is None else config.num_hidden_layers, target)
     check_expressible(found, to)
     check_free(out)
     if push_to_hub is not None and get_token() is None:
@@ -76,12 +76,13 @@ def export(
 
 def _completed(found: Checkpoint, to: str, target: TargetSettings | None) -> Checkpoint:
     """The checkpoint with the embedding and head that the layout `to` wants."""
-    if target is not None and LAYOUTS[to].vocabulary != "none":
+    layout = layout_named(to, type(found.config))
+    if target is not None and layout.vocabulary != "none":
         return with_vocabulary(found, load_vocabulary(target, torch.device("cpu"), found.dtype))
-    if not found.fills(LAYOUTS[to]):
+    if not found.fills(layout):
         raise InputError(
-            f"the layout {to} holds the target's embedding and head, this checkpoint of the layout {found.layout.name} "
-            "does not: name the target with --target"
+            f"the layout {to} holds more of the target's embedding and head than this checkpoint of the layout "
+            f"{found.layout.name}: name the target with --target"
         )
     return found
 
@@ -109,7 +110,7 @@ def _card_data(found: Checkpoint, checkpoint: Path, out: Path, to: str, licences
         layout=to,
         dtype=dtype_name(found.dtype),
         config=found.config,
-        holds_vocabulary=LAYOUTS[to].vocabulary != "none",
+        vocabulary=layout_named(to, type(found.config)).vocabulary,
         facts=found.facts,
         licences=licences,
         settings=_settings(run / "settings.yaml"),

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from dspark.data.conversations import Message
 from dspark.data.render import Renderer
 from dspark.decoding.engine import Engine, Generation, Request, Sampling
-from dspark.model.checkpoints import load_drafter
+from dspark.model.exchange import load_for_target
 from dspark.sections import Precision, TargetSettings
 from dspark.target import load_target
 
@@ -39,8 +39,9 @@ def generate(
     Raises:
         InputError: target, checkpoint and prompt do not go together.
     """
-    loaded = load_target(TargetSettings(model=target, dtype=dtype))
-    drafter = load_drafter(checkpoint, loaded.device, loaded.dtype).drafter
+    settings = TargetSettings(model=target, dtype=dtype)
+    loaded = load_target(settings)
+    drafter = load_for_target(checkpoint, settings, loaded.device, loaded.dtype).drafter
     limit = loaded.config.max_position_embeddings
     ids = Renderer(loaded.tokenizer, limit, thinking=None).prompt([Message("user", prompt)])
     engine = Engine(loaded, drafter, batch=1, max_length=min(len(ids) + max_new_tokens, limit))

@@ -59,6 +59,7 @@ def needs_of(settings: Settings, rows: Rows) -> Needs:
         slots = train.micro_batch * train.anchors * draft.block
         positions = min(slots, positions)
     objective = 4 * (6 * slots * draft.draft_vocab + 2 * positions * draft.vocab)
+    batch = train.micro_batch * settings.data.max_length * (len(draft.taps) + 1) * draft.hidden * forward
     actors = settings.targets.max_actors or settings.targets.actors
     capture = 4 * settings.targets.batch_tokens * draft.hidden * (len(draft.taps) + 8)
     state = drafter * (forward + 12) + drafter * forward
@@ -68,7 +69,7 @@ def needs_of(settings: Settings, rows: Rows) -> Needs:
         drafter_weights=drafter,
         vocabulary_weights=vocabulary,
         target_memory=actors * (target * _BYTES[settings.target.dtype] + capture + _PROCESS_BYTES),
-        trainer_memory=train.workers * (rank + objective + _PROCESS_BYTES),
+        trainer_memory=train.workers * (rank + objective + (train.prefetch + 1) * batch + _PROCESS_BYTES),
         evaluator_memory=settings.evaluate.actors
         * ((target + drafter) * _BYTES[settings.evaluate.dtype] + _PROCESS_BYTES),
         object_store=settings.ray.object_store_mb * 2**20,

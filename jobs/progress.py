@@ -1,5 +1,6 @@
 """Progress that a person can read: bars that move in a terminal, a line now and then elsewhere."""
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -17,6 +18,11 @@ class Stage:
         self.console, self.bar, self.name, self.total = console, bar, name, total
         self.task = bar.add_task(name, total=total, note="")
         self.printed = 0.0
+        self.started = time.perf_counter()
+
+    def rate(self, amount: float) -> float:
+        """`amount` per second since the stage began."""
+        return amount / max(1e-9, time.perf_counter() - self.started)
 
     def update(self, done: int, note: str = "") -> None:
         """Shows that `done` of the total is finished; `note` is the live line beside the bar."""

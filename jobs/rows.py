@@ -11,6 +11,7 @@ from dspark.config import Settings
 from dspark.data.captures import Origin
 from dspark.data.conversations import Dropped, read_conversations
 from dspark.data.plan import Plan, make_plan
+from dspark.data.prepared import check_prepared
 from dspark.data.render import Renderer, render
 from dspark.data.rows import rows_table, samples_fingerprint, supervised_counts
 from dspark.errors import InputError
@@ -77,6 +78,8 @@ def prepare_rows(settings: Settings) -> Rows:
         )
     tokenizer = load_tokenizer(settings.target)
     renderer = Renderer(tokenizer, data.max_length, data.thinking)
+    mark = fingerprint(resolve(settings.target))
+    check_prepared(data.conversations, renderer, mark)
     conversations = read_conversations(data.conversations, data.roles, data.max_bad_fraction)
     rendered = render(renderer, conversations, data.max_bad_fraction)
     train = settings.train
@@ -84,7 +87,7 @@ def prepare_rows(settings: Settings) -> Rows:
     origin = Origin(
         target=settings.target.model,
         revision=settings.target.revision or "main",
-        fingerprint=fingerprint(resolve(settings.target)),
+        fingerprint=mark,
         render=renderer.settings_hash,
         taps=draft.taps,
         hidden=draft.hidden,
@@ -116,4 +119,5 @@ def prepare_prompts(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> P
     if evaluate.benchmarks is not None:
         prompts = prompts + benchmark_prompts(evaluate.benchmarks, evaluate.benchmark_prompts)
     renderer = Renderer(tokenizer, data.max_length, data.thinking)
-    return PromptRows(prompts, [renderer.prompt(prompt.messages) for prompt in prompts])
+    check_prepared(data.held_out, renderer, fingerprint(resolve(settings.target)))
+    return PromptRows(prompts, [renderer.prompt(prompt.messages, prompt.tools) for prompt in prompts])

@@ -31,20 +31,25 @@ def needed_gpus(settings: Settings) -> float:
 
 
 @contextmanager
-def ray_session(settings: Settings) -> Iterator[None]:
+def ray_session(settings: Settings, booked: Mapping[str, float] | None = None) -> Iterator[None]:
     """Ray for the length of a command; one that the process has already joined is used as it is and left alone.
+
+    `booked` holds the CPUs and GPUs that the command's actors need; None: those of training and evaluation.
 
     Raises:
         InputError: the cluster cannot be reached or is too small, or the dashboard's port is taken.
     """
     mine = not ray.is_initialized()
+    needed = {"CPU": needed_cpus(settings), "GPU": needed_gpus(settings)}
+    if booked is not None:
+        needed = {**booked, "CPU": booked["CPU"] + _DATA_CPUS}
     if mine:
-        _start(settings)
+        _start(settings, needed["CPU"])
     context = DataContext.get_current()
     bars = context.enable_progress_bars
     context.enable_progress_bars = False  # the commands show their own, one for the whole stage
     try:
-        _check_room(settings, ray.cluster_resources())
+        _check_room(needed, ray.cluster_resources())
         yield
     finally:
         context.enable_progress_bars = bars
@@ -52,7 +57,7 @@ def ray_session(settings: Settings) -> Iterator[None]:
             ray.shutdown()
 
 
-def _start(settings: Settings) -> None:
+def _start(settings: Settings, cpus: float) -> None:
     wanted = settings.ray
     for name in ("ray.data", "ray.train"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -63,7 +68,7 @@ def _start(settings: Settings) -> None:
         # interface and anyone near could run code without one. Ray reads the variable before this module can set it.
         ray.init(
             address="local",
-            num_cpus=int(-(-needed_cpus(settings) // 1)),
+            num_cpus=int(-(-cpus // 1)),
             object_store_memory=wanted.object_store_mb * 2**20,
             include_dashboard=wanted.dashboard_port is not None,
             dashboard_host="127.0.0.1",
@@ -107,11 +112,11 @@ def _check_port(port: int) -> None:
             ) from error
 
 
-def _check_room(settings: Settings, found: Mapping[str, float]) -> None:
+def _check_room(needed: Mapping[str, float], found: Mapping[str, float]) -> None:
     # Ray would wait for ever for a node that may never join.
-    for resource, needed in (("CPU", needed_cpus(settings)), ("GPU", needed_gpus(settings))):
-        if needed > found.get(resource, 0.0):
+    for resource, count in needed.items():
+        if count > found.get(resource, 0.0):
             raise InputError(
-                f"this job books {needed:g} logical {resource}s, the Ray cluster has {found.get(resource, 0):g}: lower "
-                "targets.actors, train.workers or evaluate.actors (or their cpus/gpus), or join a larger cluster"
+                f"this job books {count:g} logical {resource}s, the Ray cluster has {found.get(resource, 0):g}: lower "
+                "the actors or workers of its sections (or their cpus/gpus), or join a larger cluster"
             )

@@ -8,8 +8,8 @@ The spans come from rendering prefixes of the messages, never from searching the
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from dspark.data.conversations import DUPLICATE, Conversation, Conversations, Dropped, Message, reasons, refuse_bad_rows
 from dspark.errors import InputError
 
-# Part of the settings hash: raise it whenever the same text would get another mask.
-MASK_RULE = 2
+# Part of the settings hash: raise it whenever the same row would get another text or another mask.
+MASK_RULE = 3
 
 
 @dataclass(frozen=True, eq=False)  # the id says what is equal; arrays have no truth value
@@ -51,7 +51,7 @@ class Renderer:
     """One tokenizer, one template, one set of flags: every job that needs tokens of a conversation uses this.
 
     `thinking` is passed to the template as `enable_thinking`; None passes nothing. `settings_hash` names all that
-    decides ids and mask. Raises InputError for a slow tokenizer or one without a chat template.
+    decides ids and mask, `facts` what went into it. Raises InputError for a slow tokenizer or one without a template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, thinking: bool | None) -> None:
@@ -73,16 +73,17 @@ class Renderer:
         added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
         ends = sorted(token for token in added if token.strip())  # some vocabularies add blanks; those end no turn
         self._end_of_turn = re.compile("|".join(map(re.escape, ends))) if ends else None
-        self.settings_hash = _hash(
-            {
-                "template": template,
-                "thinking": thinking,
-                "mask_rule": MASK_RULE,
-                "max_length": max_length,
-                "vocabulary": sorted(tokenizer.get_vocab().items()),
-                "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-            }
-        )
+        facts = {
+            "template": template,
+            "thinking": thinking,
+            "mask_rule": MASK_RULE,
+            "max_length": max_length,
+            "vocabulary": sorted(tokenizer.get_vocab().items()),
+            "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        }
+        self.settings_hash = _hash(facts)
+        small = ("thinking", "mask_rule", "max_length")
+        self.facts = {name: value if name in small else _hash(value)[:16] for name, value in facts.items()}
 
     def sample(self, conversation: Conversation) -> Sample | Dropped:
         """The tokens and loss mask of one row, cut at `max_length`, or why it cannot be trained on."""
@@ -93,7 +94,7 @@ class Renderer:
         if all(message.role != "assistant" for message in conversation.messages):
             return dropped("no assistant turn")
         try:
-            text = self._text(conversation.messages)
+            text = self._text(conversation.messages, conversation.tools)
             spans = self._spans(conversation, text)
         except _Refused as refused:
             return dropped(str(refused))
@@ -109,20 +110,23 @@ class Renderer:
             return dropped(f"fewer than two adjacent supervised tokens in the first {self._max_length} tokens")
         return Sample(sample_id(ids, mask), conversation.id, conversation.domain, ids, mask)
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Token ids up to and including the generation prompt. Raises InputError if the template refuses."""
         try:
-            text = self._text(messages, generation_prompt=True)
+            text = self._text(messages, tools, generation_prompt=True)
         except _Refused as refused:
             raise InputError(f"{refused}: these roles were given: {[message.role for message in messages]}") from None
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
-    def _text(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        rows = [{"role": message.role, "content": message.content} for message in messages]
+    def _text(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], generation_prompt: bool = False
+    ) -> str:
+        rows = [{"role": message.role, "content": message.content, **message.parts} for message in messages]
+        given: dict[str, Any] = {"tools": [dict(tool) for tool in tools]} if tools else {}
         try:
             text = self._tokenizer.apply_chat_template(
-                rows, tokenize=False, add_generation_prompt=generation_prompt, **self._flags
+                rows, tokenize=False, add_generation_prompt=generation_prompt, **given, **self._flags
             )
         except Exception as error:  # a template is a program: it may raise anything, and must cost its own row only
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
@@ -138,18 +142,32 @@ class Renderer:
         conversation: no request leads to it. The end-of-turn token behind an answer that was cut off is not the
         target's.
         """
-        messages, spans = conversation.messages, []
+        messages, tools, spans = conversation.messages, conversation.tools, []
         for turn in range(1, len(messages)):
             if messages[turn].role != "assistant":
                 continue
-            head = self._text(messages[:turn], generation_prompt=True)
+            self._check_printed(messages[: turn + 1], tools)
+            if not messages[turn].supervised:
+                continue
+            head = self._text(messages[:turn], tools, generation_prompt=True)
             closed = conversation.finished or any(later.role == "assistant" for later in messages[turn + 1 :])
-            end = self._end(messages[: turn + 1], head, closed)
+            end = self._end(messages[: turn + 1], tools, head, closed)
             if end is not None and text.startswith(end):
                 spans.append((len(head), len(end)))
         return spans
 
-    def _end(self, messages: Sequence[Message], head: str, closed: bool) -> str | None:
+    def _check_printed(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuses an answer of which the template leaves a part out: the target would never have written the rest."""
+        *before, last = messages
+        for part in ("tool_calls", "reasoning_content"):
+            if part in last.parts:
+                bare = replace(last, parts={key: value for key, value in last.parts.items() if key != part})
+                if self._text(messages, tools) == self._text([*before, bare], tools):
+                    raise _Refused(f"the chat template does not print a message's {part}: put it into the content")
+
+    def _end(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], head: str, closed: bool
+    ) -> str | None:
         """The text up to the end of the last answer, with its end-of-turn token where it is `closed`.
 
         None if `head` does not lead to it.
@@ -157,13 +175,20 @@ class Renderer:
         What the template prints behind the content is found by writing one more character: it may trim, split or
         repeat the content, and the content may hold special tokens itself.
         """
-        answer = messages[-1].content
-        longer = answer + ("y" if answer.rstrip().endswith("x") else "x")
-        text = self._text(messages)
+        *before, answer = messages
+        text = self._text(messages, tools)
         if not text.startswith(head):
             return None
-        probe = self._text([*messages[:-1], Message("assistant", longer)])
-        behind = _common_end(text[len(head) :], probe[len(head) :])
+        shown = text
+        if "tool_calls" in answer.parts:
+            # Calls are printed behind the content; what closes a plain answer closes them too, or they do not count.
+            answer = Message("assistant", "x")
+            shown = self._text([*before, answer], tools)
+        longer = answer.content + ("y" if answer.content.rstrip().endswith("x") else "x")
+        probe = self._text([*before, replace(answer, content=longer)], tools)
+        behind = _common_end(shown[len(head) :], probe[len(head) :])
+        if not text.endswith(shown[len(shown) - behind :]):
+            return None
         content_end = len(text) - behind
         token = self._end_of_turn.search(text, content_end) if self._end_of_turn and closed else None
         return text[: token.end() if token else content_end]

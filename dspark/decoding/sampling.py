@@ -25,12 +25,13 @@ _WORDS: dict[Purpose, int] = {"draft": 0, "accept": 8, "next": 16}
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature first, then top-k, then top-p. Temperature 0 takes the likeliest token and draws nothing."""
+    """Temperature, top-k, top-p, min-p, in this order. Temperature 0 takes the likeliest token and draws nothing."""
 
     temperature: float = 0.0
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0  # smallest set of likeliest tokens that reaches this mass
     seed: int = 0
+    min_p: float = 0.0  # tokens below this share of the likeliest one's probability are left out
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -39,6 +40,13 @@ class Sampling:
             raise InputError(f"top_k {self.top_k}: it must be 0 (all tokens) or a positive number of tokens")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p {self.top_p}: it must be above 0 and at most 1 (all tokens)")
+        if not 0 <= self.min_p <= 1:
+            raise InputError(f"min_p {self.min_p}: it must be from 0 (all tokens) to 1 (the likeliest ones alone)")
+
+    @property
+    def rule(self) -> tuple[float, int, float, float]:
+        """All but the seed: rows with equal rules have equal distributions."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
 
 
 def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -47,13 +55,16 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.temperature == 0:
         return F.one_hot(logits.argmax(-1), vocabulary).float()
     scaled = logits.float() / sampling.temperature
-    if sampling.top_k == 0 and sampling.top_p == 1:
+    if sampling.rule[1:] == (0, 1.0, 0.0):
         return scaled.softmax(-1)
     values, tokens = scaled.topk(min(sampling.top_k or vocabulary, vocabulary), dim=-1)
     probs = values.softmax(-1)
     if sampling.top_p < 1:
         mass_before = probs.cumsum(-1) - probs
         probs = probs.masked_fill(mass_before >= sampling.top_p, 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    if sampling.min_p > 0:
+        probs = probs.masked_fill(probs < sampling.min_p * probs[..., :1], 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
     return torch.zeros_like(scaled).scatter_(-1, tokens, probs)
 
@@ -112,10 +123,10 @@ class Sampler:
     def __init__(self, places: Sequence[Place], device: torch.device) -> None:
         self.places = places
         self.device = device
-        members: dict[tuple[float, int, float], list[int]] = {}
-        for row, (rule, _, _) in enumerate(places):
-            if rule.temperature > 0:
-                members.setdefault((rule.temperature, rule.top_k, rule.top_p), []).append(row)
+        members: dict[tuple[float, int, float, float], list[int]] = {}
+        for row, (sampling, _, _) in enumerate(places):
+            if sampling.temperature > 0:
+                members.setdefault(sampling.rule, []).append(row)
         self.groups = [
             # A slice is a view: the logits of a batch with one rule are not copied.
             _Group(

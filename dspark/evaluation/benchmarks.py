@@ -1,9 +1,10 @@
 """Prompts that drafters are measured on: held-out conversations and the nine benchmarks that publications use."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 
 from dspark.data.conversations import Conversation, Conversations, Message, read_conversations
 from dspark.errors import InputError
@@ -30,6 +31,7 @@ class EvaluationPrompt:
     id: str
     domain: str
     messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
 
 
 def held_out_prompts(conversations: Conversations, limit: int) -> list[EvaluationPrompt]:
@@ -87,7 +89,7 @@ def _prompts(conversations: Conversations) -> Iterator[EvaluationPrompt]:
     for row in conversations.rows:
         messages = _question(row)
         if messages:
-            yield EvaluationPrompt(row.id, row.domain or NO_DOMAIN, messages)
+            yield EvaluationPrompt(row.id, row.domain or NO_DOMAIN, messages, row.tools)
 
 
 def _question(row: Conversation) -> tuple[Message, ...]:

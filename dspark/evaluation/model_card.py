@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -30,13 +30,16 @@ class Licences:
 
 @dataclass(frozen=True)
 class CardData:
-    """What the card is made of: `facts` are the checkpoint's, `settings` and `result` those of the run beside it."""
+    """What the card is made of: `facts` are the checkpoint's, `settings` and `result` those of the run beside it.
+
+    `vocabulary`: what the folder holds of the target, as in `dspark.model.stored.Layout`.
+    """
 
     title: str
     layout: str
     dtype: str
     config: AnyConfig
-    holds_vocabulary: bool
+    vocabulary: Literal["whole", "kept", "rows", "none"]
     facts: Mapping[str, Any]
     licences: Licences
     settings: Mapping[str, Any] | None
@@ -57,7 +60,7 @@ def model_card(card: CardData) -> str:
         layout=card.layout,
         dtype=card.dtype,
         config=config,
-        holds_vocabulary=card.holds_vocabulary,
+        vocabulary=card.vocabulary,
         chained=isinstance(config, Eagle3Config),
         own=_own(config),
         target=target,

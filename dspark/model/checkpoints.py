@@ -21,8 +21,7 @@ from transformers import PreTrainedConfig
 
 from dspark.errors import InputError
 from dspark.model.config import DraftConfig, DSparkConfig, Eagle3Config
-from dspark.model.eagle3_layout import ARCHITECTURE as EAGLE3
-from dspark.model.eagle3_layout import eagle3_extra_keys, eagle3_from_json, eagle3_to_json
+from dspark.model.eagle3_layout import eagle3_extra_keys, eagle3_from_json, eagle3_to_json, is_eagle3
 from dspark.model.kinds import AnyConfig, AnyDrafter, drafter_of
 from dspark.model.layers import RotaryTable
 from dspark.model.layout import config_from_json, config_to_json, dtype_name, extra_keys
@@ -167,7 +166,7 @@ def config_of(values: Mapping[str, Any]) -> AnyConfig:
     Raises:
         InputError: names every key that is missing or wrong.
     """
-    return eagle3_from_json(values) if values.get("architectures") == [EAGLE3] else config_from_json(values)
+    return eagle3_from_json(values) if is_eagle3(values) else config_from_json(values)
 
 
 def _to_json(

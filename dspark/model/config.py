@@ -68,19 +68,12 @@ def drafter_config(target: PreTrainedConfig, settings: Settings) -> DSparkConfig
     """The drafter of an experiment, of whichever kind.
 
     Raises:
-        InputError: see `draft_config`; an EAGLE-3 drafter whose layer would not have the Qwen3 form.
+        InputError: see `draft_config`.
     """
     if settings.drafter.kind == "dspark":
         return draft_config(target, settings.drafter)
-    sizes = _sizes(target, settings.drafter)
-    if sizes["form"] != QWEN3_FORM:
-        advice = "drafter.family=qwen3" if QWEN3_FORM in family_of(target).forms else "drafter.kind=dspark"
-        raise InputError(
-            f"drafter.kind=eagle3 builds its layer in the form qwen3 alone, and this drafter would have the form "
-            f"{sizes['form']}: set {advice}"
-        )
     return Eagle3Config(
-        **sizes,
+        **_sizes(target, settings.drafter),
         layers=1,
         target_name=settings.target.model,
         ttt_length=settings.eagle3.ttt_length,

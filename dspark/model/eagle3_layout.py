@@ -1,7 +1,8 @@
-"""config.json of an EAGLE-3 drafter: the target's text configuration with its layers, and the drafter's keys.
+"""config.json of an EAGLE-3 drafter: the target's text configuration in the form of the layer, and the drafter's keys.
 
 The published layout has no key for how many tokens a round drafts, so `block_size` is our own addition; a file without
-it drafts as many as the drafter was trained for. The layer has the Qwen3 form, the only one that is built.
+it drafts as many as the drafter was trained for. How layers are written, and which forms no engine loads, is as for
+DSpark (`dspark.model.layout`).
 """
 
 from collections.abc import Mapping
@@ -12,39 +13,42 @@ from pydantic import Field
 from transformers import PreTrainedConfig
 
 from dspark.model.config import Eagle3Config
-from dspark.model.families import QWEN3_FORM
-from dspark.model.layout import check_rope, drafter_keys, keys_beyond, plain_base, sizes_of
-from dspark.model.layout_keys import Activation, Layout, read_layout, rope_of
+from dspark.model.layout import check_rope, drafter_keys, keys_beyond, sizes_of
+from dspark.model.layout_keys import Gemma4Layers, Layout, PlainLayers, read_layout
 from dspark.sections import Positive
 
-ARCHITECTURE = "Qwen3Eagle3Model"
+_KIND = "Eagle3Model"
 
 
 class _Eagle3Layout(Layout):
-    architectures: tuple[Literal["Qwen3Eagle3Model"]]
-    model_type: Literal["qwen3"]
-    hidden_act: Activation
-    rope_parameters: dict[str, Any] | None = None
-    rope_theta: float | None = None
-    rope_scaling: dict[str, Any] | None = None
     draft_num_hidden_layers: Literal[1]
     ttt_length: Positive
     step_loss_decay: Annotated[float, Field(gt=0, le=1)]
     target_model_name_or_path: str
     block_size: Positive | None = None
 
-    @property
-    def target_layers(self) -> int:
-        return self.num_hidden_layers
+    def rules(self) -> list[tuple[str, bool, str]]:
+        layers, drafted = self.num_hidden_layers, self.draft_num_hidden_layers
+        contradiction = f"{layers} contradicts draft_num_hidden_layers={drafted}"
+        return [*super().rules(), ("num_hidden_layers", layers == drafted, contradiction)]
 
-    def form(self) -> dict[str, Any]:
-        return {
-            "form": QWEN3_FORM,
-            "kv_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "activation": self.hidden_act,
-            "rope": rope_of(self.rope_parameters, self.rope_theta, self.rope_scaling),
-        }
+
+class _Plain(_Eagle3Layout, PlainLayers):
+    architectures: tuple[Literal["Qwen3Eagle3Model", "LlamaEagle3Model"]]
+
+
+class _Gemma4(_Eagle3Layout, Gemma4Layers):
+    architectures: tuple[Literal["Gemma4Eagle3Model"]]
+
+
+def is_eagle3(values: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that it is of an EAGLE-3 drafter, of whichever form."""
+    named = values.get("architectures")
+    return isinstance(named, list) and len(named) == 1 and str(named[0]).endswith(_KIND)
+
+
+def _layout_of(values: Mapping[str, Any]) -> type[_Eagle3Layout]:
+    return _Gemma4 if values.get("architectures") == ["Gemma4Eagle3Model"] else _Plain
 
 
 def eagle3_from_json(values: Mapping[str, Any]) -> Eagle3Config:
@@ -53,7 +57,7 @@ def eagle3_from_json(values: Mapping[str, Any]) -> Eagle3Config:
     Raises:
         InputError: names every key that is missing or holds what this project's drafter does not compute.
     """
-    layout = read_layout(_Eagle3Layout, values)
+    layout = read_layout(_layout_of(values), values)
     config = Eagle3Config(
         **sizes_of(layout),
         layers=layout.draft_num_hidden_layers,
@@ -68,17 +72,15 @@ def eagle3_from_json(values: Mapping[str, Any]) -> Eagle3Config:
 
 def eagle3_to_json(config: Eagle3Config, target_config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
     """config.json of an EAGLE-3 drafter; `target_config` is the target's whole configuration, or that of its text."""
-    layers = config.target_layers
-    return plain_base(config, target_config, layers) | drafter_keys(config, layers, dtype) | {
-        "architectures": [ARCHITECTURE],
+    return drafter_keys(config, target_config, _KIND, dtype) | {
         "draft_num_hidden_layers": config.layers,
         "ttt_length": config.ttt_length,
         "step_loss_decay": config.step_loss_decay,
         "target_model_name_or_path": config.target_name,
         "block_size": config.block,
-    }  # fmt: skip
+    }
 
 
 def eagle3_extra_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """What a config.json holds beyond the layout, such as `dspark`."""
-    return keys_beyond(_Eagle3Layout, values)
+    return keys_beyond(_layout_of(values), values)

@@ -20,37 +20,59 @@ from dspark.model.checkpoints import (
     EMBEDDING,
     HEAD,
     RUN_KEY,
+    LoadedDrafter,
+    assemble,
     check_tensors,
     check_types,
     config_of,
+    load_drafter,
     read_json,
     read_tensors,
     write_folder,
 )
-from dspark.model.config import DraftConfig, Eagle3Config
+from dspark.model.config import DraftConfig, DSparkConfig, Eagle3Config
+from dspark.model.eagle3_specforge import EAGLE3_SPECFORGE
+from dspark.model.eagle3_speculators import EAGLE3_SPECULATORS
+from dspark.model.families import LLAMA_FORM
 from dspark.model.kinds import AnyConfig
 from dspark.model.layout import check_servable, dtype_name, rope_keys
 from dspark.model.specforge import MODELOPT, SPECFORGE
 from dspark.model.speculators import SPECULATORS
 from dspark.model.stored import ARCHITECTURE, Layout, Stored, Verifier
 from dspark.model.vocabulary import Vocabulary
+from dspark.sections import TargetSettings
+from dspark.target import load_config, load_vocabulary
+
+# A folder is of the first layout that matches: vLLM's files name their kind under one key, and ModelOpt's exports have
+# the section of SpecForge's too.
+_OTHERS = (EAGLE3_SPECULATORS, SPECULATORS, MODELOPT, SPECFORGE, EAGLE3_SPECFORGE)
 
 
 def _is_published(values: Mapping[str, Any]) -> bool:
-    return "target_layer_ids" in values and not any(other.matches(values) for other in (SPECULATORS, SPECFORGE))
+    return "target_layer_ids" in values and not any(other.matches(values) for other in _OTHERS)
+
+
+def _published_refusals(config: DraftConfig) -> list[str]:
+    if isinstance(config, Eagle3Config) and config.form == LLAMA_FORM:
+        return ["its layer has the Llama form, for which engines have no published name: export it to another layout"]
+    return []
 
 
 DEEPSPEC = Layout(
     "deepspec",
+    DraftConfig,
     matches=_is_published,
     read=lambda stored: stored,
     write=lambda stored, _verifier: stored,
-    refusals=lambda _config: [],
+    refusals=_published_refusals,
     vocabulary="whole",
 )
-# A folder is of the first layout that matches: ModelOpt's exports have the section of SpecForge's too.
-LAYOUTS = {layout.name: layout for layout in (DEEPSPEC, SPECULATORS, MODELOPT, SPECFORGE)}
-WRITTEN = tuple(name for name, layout in LAYOUTS.items() if layout.write is not None)
+LAYOUTS = (DEEPSPEC, *_OTHERS)
+
+
+def layout_named(name: str, kind: type[DraftConfig]) -> Layout:
+    """The layout of this name for drafters of this kind."""
+    return next(layout for layout in LAYOUTS if layout.name == name and issubclass(kind, layout.kind))
 
 
 @dataclass(frozen=True)
@@ -75,15 +97,20 @@ class Checkpoint:
     def fills(self, layout: Layout) -> bool:
         """Whether it holds what `layout` wants of the target's embedding and head."""
         head = self.stored.tensors.get(HEAD)
-        if layout.vocabulary == "none" or head is None or EMBEDDING not in self.stored.tensors:
-            return layout.vocabulary == "none"
-        return layout.vocabulary == "kept" or len(head) == self.config.vocab
+        if layout.vocabulary == "none":
+            return True
+        if head is None or (EMBEDDING not in self.stored.tensors and layout.vocabulary != "rows"):
+            return False
+        return layout.vocabulary != "whole" or len(head) == self.config.vocab
 
 
-def read_checkpoint(folder: Path, name: str | None = None, target_layers: int | None = None) -> Checkpoint:
+def read_checkpoint(
+    folder: Path, name: str | None = None, target_layers: int | None = None, target_name: str | None = None
+) -> Checkpoint:
     """Reads a drafter in the layout `name`, None: whichever its config.json has.
 
-    `target_layers` stands in where a layout need not say how many layers the target has.
+    `target_layers` and `target_name` stand in where a layout need not say how many layers the target has and what it
+    is called, and a target that is so known stands in for an embedding and head that the folder lacks.
 
     Raises:
         InputError: no layout matches, or one other than `name` does; else names every key and tensor that is missing,
@@ -94,9 +121,11 @@ def read_checkpoint(folder: Path, name: str | None = None, target_layers: int | 
         layout = _layout_of(values, name)
         if target_layers is not None and layout is not DEEPSPEC:
             values.setdefault("num_target_layers", target_layers)
+        if target_name is not None and layout.kind is Eagle3Config:
+            values.setdefault("target_model_name_or_path", target_name)
         stored = layout.read(Stored(values, read_tensors(folder)))
         config = config_of(stored.values)
-        check_tensors(_with_stand_ins(stored.tensors, config, layout), config)
+        check_tensors(_with_stand_ins(stored.tensors, config, layout, target_layers is not None), config)
         dtype = stored.values.get("dtype") or dtype_name(stored.tensors["fc.weight"].dtype)
         check_types(stored.tensors, dtype)
     except InputError as error:
@@ -106,34 +135,39 @@ def read_checkpoint(folder: Path, name: str | None = None, target_layers: int | 
 
 
 def _layout_of(values: Mapping[str, Any], name: str | None) -> Layout:
-    found = next((layout for layout in LAYOUTS.values() if layout.matches(values)), None)
+    found = next((layout for layout in LAYOUTS if layout.matches(values)), None)
     if found is None and name is not None:
-        found = LAYOUTS[name]  # it will name the keys that are missing
+        found = layout_named(name, DSparkConfig)  # it will name the keys that are missing
     if found is None:
+        known = ", ".join(dict.fromkeys(layout.name for layout in LAYOUTS))
         raise InputError(
-            f"{CONFIG} is of no layout known here ({', '.join(LAYOUTS)}): it has none of the keys target_layer_ids, "
-            "dflash_config, speculators_model_type"
+            f"{CONFIG} is of no layout known here ({known}): it has none of the keys target_layer_ids, dflash_config, "
+            "speculators_model_type, and no architectures of an EAGLE-3 layout"
         )
     if name is not None and found.name != name:
         raise InputError(f"it is of the layout {found.name}, not {name}: leave --from out or correct it")
     return found
 
 
-def _with_stand_ins(tensors: Mapping[str, Tensor], config: DraftConfig, layout: Layout) -> Mapping[str, Tensor]:
-    """The tensors, with stand-ins without memory for the parts of embedding and head that the layout leaves out.
+def _with_stand_ins(
+    tensors: Mapping[str, Tensor], config: DraftConfig, layout: Layout, has_target: bool
+) -> Mapping[str, Tensor]:
+    """The tensors, with stand-ins without memory for the parts of embedding and head that the folder may leave out.
 
     Raises:
         InputError: the head has another number of rows than the layout wants.
     """
-    table = torch.empty(config.vocab, config.hidden, device="meta")
-    if layout.vocabulary == "none":
-        return {EMBEDDING: table, HEAD: table, **tensors}
-    if layout.vocabulary == "whole" or HEAD not in tensors:
+    if layout.vocabulary == "whole":
         return tensors
+    table = torch.empty(config.vocab, config.hidden, device="meta")
+    absent = {"none": (EMBEDDING, HEAD), "rows": (EMBEDDING,), "kept": ()}[layout.vocabulary]
+    filled = {**dict.fromkeys((EMBEDDING, HEAD) if has_target else absent, table), **tensors}
+    if layout.vocabulary == "none" or HEAD not in tensors:
+        return filled
     rows = [config.draft_vocab, config.hidden]
     if list(tensors[HEAD].shape) != rows:
         raise InputError(f"tensor {HEAD} has shape {list(tensors[HEAD].shape)}, needed {rows}")
-    return {**tensors, HEAD: table}
+    return {**filled, HEAD: table}
 
 
 def with_vocabulary(checkpoint: Checkpoint, vocabulary: Vocabulary) -> Checkpoint:
@@ -155,9 +189,18 @@ def with_vocabulary(checkpoint: Checkpoint, vocabulary: Vocabulary) -> Checkpoin
         held = tensors.get(name)
         expected = tensor if held is None or len(held) == len(tensor) or kept_D is None else tensor[kept_D]
         if held is not None and not torch.equal(held.cpu(), expected):
-            raise InputError(f"tensor {name} of the drafter is not the target's: name the target that it was made for")
+            raise InputError(
+                f"tensor {name} of the drafter is not the target's: name the target that it was made for (one that was "
+                "trained apart from its target's has no place in a drafter here)"
+            )
     stored = replace(checkpoint.stored, tensors=tensors | theirs)
     return replace(checkpoint, stored=stored)
+
+
+_OWN_PLACE = (
+    "slot k predicts the token of its own place, as in DFlash, and no drafter here does: such a checkpoint can start a "
+    "training run (drafter.start_from)"
+)
 
 
 def check_expressible(checkpoint: Checkpoint, name: str) -> None:
@@ -166,25 +209,41 @@ def check_expressible(checkpoint: Checkpoint, name: str) -> None:
     Raises:
         InputError: names every key that stands in the way.
     """
-    config, layout, stored = checkpoint.config, LAYOUTS[name], checkpoint.stored
-    check_servable(config)
-    if isinstance(config, Eagle3Config):
-        if layout is not DEEPSPEC:
-            raise InputError(
-                f"the layout {name} holds drafters of the kind dspark alone, and this is an EAGLE-3 one: export it to "
-                f"{DEEPSPEC.name}"
-            )
-        return
+    config, layout, stored = checkpoint.config, layout_named(name, type(checkpoint.config)), checkpoint.stored
     faults = layout.refusals(config)
+    if isinstance(config, DSparkConfig):
+        check_servable(config)
+        if stored.values["architectures"] != [ARCHITECTURE] and layout is not DEEPSPEC:
+            faults.append(f"architectures={stored.values['architectures']}, needed {[ARCHITECTURE]}")
     if not stored.next_token:
-        faults.append(
-            "slot k predicts the token of its own place, as in DFlash, and no drafter here does: such a checkpoint can "
-            "start a training run (drafter.start_from)"
-        )
-    if stored.values["architectures"] != [ARCHITECTURE] and layout is not DEEPSPEC:
-        faults.append(f"architectures={stored.values['architectures']}, needed {[ARCHITECTURE]}")
+        faults.append(_OWN_PLACE)
     if faults:
         raise InputError(f"the layout {name} cannot express this drafter: {'; '.join(faults)}")
+
+
+def load_for_target(folder: Path, target: TargetSettings, device: torch.device, dtype: torch.dtype) -> LoadedDrafter:
+    """A drafter of any layout, to decode with its target, which stands in for what the folder leaves out.
+
+    Raises:
+        InputError: the folder is no such drafter, or holds another target's embedding or head; names what is wrong.
+    """
+    if not _of_another_layout(folder):
+        return load_drafter(folder, device, dtype)
+    found = read_checkpoint(folder, None, load_config(target).num_hidden_layers, target.model)
+    if not found.stored.next_token:
+        raise InputError(f"{folder} holds no drafter to decode with: {_OWN_PLACE}")
+    found = with_vocabulary(found, load_vocabulary(target, torch.device("cpu"), found.dtype))
+    drafter, vocabulary = assemble(found.stored.tensors, found.config)
+    extra = {RUN_KEY: found.facts}
+    return LoadedDrafter(drafter.to(device=device, dtype=dtype), vocabulary.to(device, dtype), found.config, extra)
+
+
+def _of_another_layout(folder: Path) -> bool:
+    try:
+        values = read_json(folder / CONFIG)
+    except InputError:
+        return False  # which is for the reader of the published layout to explain
+    return any(layout.matches(values) for layout in _OTHERS)
 
 
 def write_checkpoint(
@@ -195,7 +254,7 @@ def write_checkpoint(
     Raises:
         InputError: the folder holds something already, or the disk refuses.
     """
-    layout = LAYOUTS[name]
+    layout = layout_named(name, type(checkpoint.config))
     assert layout.write is not None, f"{name} is only read"
     stored = layout.write(checkpoint.stored, verifier)
     write_folder(folder, stored.values, stored.tensors, checkpoint.dtype, texts)

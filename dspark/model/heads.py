@@ -18,6 +18,20 @@ class MarkovStep(NamedTuple):
     state: Tensor | None
 
 
+class MarkovOutput(nn.Linear):
+    """W2: features [..., r] to a bias [..., D]."""
+
+    def __init__(self, rank: int, drafted: int) -> None:
+        super().__init__(rank, drafted, bias=False)
+
+    def forward(self, features: Tensor | None = None) -> Tensor:
+        """The bias of features; without them W2 [D, r] itself.
+
+        Asked for by a call, for an engine that deals parameters to ranks gathers them for calls alone.
+        """
+        return self.weight.view_as(self.weight) if features is None else super().forward(features)
+
+
 class MarkovHead(nn.Module):
     """bias = W2 f(e, h, s) with e = W1[previous token] (paper section 3.1, equations 5 and 6; gated: its variant).
 
@@ -29,7 +43,7 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.kind = config.markov_head
         self.markov_w1 = nn.Embedding(config.vocab, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab, bias=False)
+        self.markov_w2 = MarkovOutput(config.markov_rank, config.draft_vocab)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(config.hidden + config.markov_rank, config.markov_rank)
         if self.kind == "rnn":

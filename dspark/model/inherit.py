@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dspark.errors import InputError
-from dspark.model.config import DSparkConfig
+from dspark.model.config import DSparkConfig, Eagle3Config
 from dspark.model.exchange import Checkpoint, read_checkpoint
 from dspark.model.kinds import AnyConfig, AnyDrafter
 
@@ -31,6 +31,8 @@ _EQUAL = {
     "norm_eps": "the target's norm epsilon",
     "rope": "the target's rotary parameters",
     "activation": "the target's activation",
+    "shared_kv": "the target's use of keys as values",
+    "soft_cap": "the target's soft cap",
 }
 _MAPS = ("d2t", "t2d")
 
@@ -42,7 +44,8 @@ def read_start(folder: Path, config: AnyConfig) -> Checkpoint:
         InputError: no drafter that can be read, one of another kind, or one that differs in more than its block and
             missing heads; names everything that differs.
     """
-    checkpoint = read_checkpoint(folder, target_layers=config.target_layers)
+    name = config.target_name if isinstance(config, Eagle3Config) else None
+    checkpoint = read_checkpoint(folder, None, config.target_layers, name)
     theirs = checkpoint.config
     if type(theirs) is not type(config):
         raise InputError(

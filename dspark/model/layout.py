@@ -14,7 +14,7 @@ from dspark.errors import InputError
 from dspark.model.config import DraftConfig, DSparkConfig
 from dspark.model.families import GEMMA4_FORM, LLAMA_FORM, head_shape
 from dspark.model.layers import RotaryTable
-from dspark.model.layout_keys import GEMMA4, PLAIN, Layout, layout_of, read_layout
+from dspark.model.layout_keys import NAMES, Layout, layout_of, read_layout
 
 
 def config_from_json(values: Mapping[str, Any]) -> DSparkConfig:
@@ -51,7 +51,7 @@ def sizes_of(layout: Layout) -> dict[str, Any]:
         draft_vocab=layout.draft_vocab_size or layout.vocab_size,
         norm_eps=layout.rms_norm_eps,
         max_positions=layout.max_position_embeddings,
-        target_layers=layout.target_layers,
+        target_layers=layout.num_target_layers,
         taps=layout.target_layer_ids,
         init_std=layout.initializer_range,
         **layout.form(),
@@ -73,10 +73,7 @@ def config_to_json(
 
     `target_config` is the target's whole configuration, or that of its text alone.
     """
-    plain = config.form != GEMMA4_FORM
-    base = plain_base(config, target_config, config.layers) if plain else _gemma4_base(target_config)
-    return base | drafter_keys(config, config.layers, dtype) | {
-        "num_target_layers": config.target_layers,
+    return drafter_keys(config, target_config, "DSparkModel", dtype) | {
         "block_size": config.block,
         "num_anchors": anchors,
         "mask_token_id": config.mask_token_id,
@@ -87,12 +84,21 @@ def config_to_json(
     }  # fmt: skip
 
 
-def drafter_keys(config: DraftConfig, layers: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What drafters of every kind write beside the target's configuration; `layers`: what `num_hidden_layers` says."""
-    return {
+def drafter_keys(config: DraftConfig, target_config: PreTrainedConfig, kind: str, dtype: torch.dtype) -> dict[str, Any]:
+    """What drafters of every kind write: the target's configuration in the form of their layers, and what differs.
+
+    `kind` is the second part of the architecture, behind the form's name.
+    """
+    gemma4 = config.form == GEMMA4_FORM
+    base = _gemma4_base(target_config) if gemma4 else _plain_base(config, target_config)
+    name, model_type = NAMES[config.form]
+    return base | {
+        "architectures": [f"{name}{kind}"],
+        "model_type": model_type,
         "dtype": dtype_name(dtype),
-        "num_hidden_layers": layers,
-        "layer_types": ["full_attention"] * layers,
+        "num_target_layers": config.target_layers,
+        "num_hidden_layers": config.layers,
+        "layer_types": ["full_attention"] * config.layers,
         "tie_word_embeddings": False,
         "attention_bias": False,
         **({"draft_vocab_size": config.draft_vocab} if config.draft_vocab < config.vocab else {}),
@@ -113,15 +119,14 @@ def check_servable(config: DraftConfig) -> None:
         )
 
 
-def plain_base(config: DraftConfig, target_config: PreTrainedConfig, layers: int) -> dict[str, Any]:
-    """The target's configuration in Qwen3 form, or in that of Llama, with so many layers."""
+def _plain_base(config: DraftConfig, target_config: PreTrainedConfig) -> dict[str, Any]:
+    """The target's configuration as one of Qwen3, which that of Llama differs from in its name alone."""
     text = target_config.get_text_config()
-    architecture, model_type = PLAIN[config.form]
     base = Qwen3Config(
         vocab_size=config.vocab,
         hidden_size=config.hidden,
         intermediate_size=config.intermediate,
-        num_hidden_layers=layers,
+        num_hidden_layers=config.layers,
         num_attention_heads=config.heads,
         num_key_value_heads=config.kv_heads,
         head_dim=config.head_dim,
@@ -134,11 +139,7 @@ def plain_base(config: DraftConfig, target_config: PreTrainedConfig, layers: int
         eos_token_id=text.eos_token_id,
         pad_token_id=text.pad_token_id,
     )
-    return base.to_diff_dict() | {
-        "architectures": [architecture],
-        "model_type": model_type,
-        **rope_keys(config),
-    }
+    return base.to_diff_dict() | rope_keys(config)
 
 
 def rope_keys(config: DraftConfig) -> dict[str, Any]:
@@ -157,8 +158,6 @@ def _gemma4_base(target_config: PreTrainedConfig) -> dict[str, Any]:
     # transformers lists the heads of full attention layer by layer, engines read them from two keys.
     base = {key: value for key, value in text.to_diff_dict().items() if key != "per_layer_config"}
     return base | {
-        "architectures": [GEMMA4],
-        "model_type": "gemma4_text",
         "target_model_type": target_config.model_type,
         "target_text_model_type": text.model_type,
         "global_head_dim": head_dim,
@@ -179,7 +178,7 @@ def extra_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 def keys_beyond(layout: type[Layout], values: Mapping[str, Any]) -> dict[str, Any]:
     """What a config.json holds beyond the keys of this layout and those of any target."""
     base = {**Qwen3Config().to_dict(), **Gemma4TextConfig().to_dict()}
-    known = layout.model_fields.keys() | base.keys() | {"target_model_type", "target_text_model_type"}
+    known = layout.model_fields.keys() | base.keys()
     return {key: value for key, value in values.items() if key not in known}
 
 

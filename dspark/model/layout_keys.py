@@ -1,6 +1,7 @@
-"""The keys of a drafter's config.json, checked: those of every kind, and one class for each way to write DSpark's.
+"""The keys of a drafter's config.json, checked: those of every drafter, of each way to write its layers, and DSpark's.
 
-Strict: a text is no number, and whatever the drafter would not compute is refused by its key.
+A file is read by a class of a kind and a way to write layers, such as `PlainLayout`. Strict: a text is no number, and
+whatever the drafter would not compute is refused by its key.
 """
 
 import json
@@ -15,11 +16,11 @@ from dspark.errors import InputError
 from dspark.model.families import GEMMA4_FORM, LLAMA_FORM, QWEN3_FORM, Form
 from dspark.sections import Count, Positive, Weight
 
-GEMMA4 = "Gemma4DSparkModel"
-# Architecture and model type of each form that is written like a Qwen3 model.
-PLAIN: dict[Form, tuple[str, str]] = {
-    QWEN3_FORM: ("Qwen3DSparkModel", "qwen3"),
-    LLAMA_FORM: ("LlamaDSparkModel", "llama"),
+# How each form is called: the first part of the architecture, and the model type.
+NAMES: dict[Form, tuple[str, str]] = {
+    QWEN3_FORM: ("Qwen3", "qwen3"),
+    LLAMA_FORM: ("Llama", "llama"),
+    GEMMA4_FORM: ("Gemma4", "gemma4_text"),
 }
 
 
@@ -50,14 +51,10 @@ class Layout(BaseModel, ABC):
     initializer_range: Weight
     max_position_embeddings: Positive
     tie_word_embeddings: Literal[False]
+    num_target_layers: Positive
     num_hidden_layers: Positive
     layer_types: tuple[Literal["full_attention"], ...]
     target_layer_ids: Annotated[tuple[Annotated[int, Field(ge=-1)], ...], Field(min_length=1)]
-
-    @property
-    @abstractmethod
-    def target_layers(self) -> int:
-        """Layers of the target, which each kind of drafter writes under another key."""
 
     @abstractmethod
     def form(self) -> dict[str, Any]:
@@ -65,7 +62,7 @@ class Layout(BaseModel, ABC):
 
     def rules(self) -> list[tuple[str, bool, str]]:
         """(key, whether it holds, what is wrong) of each rule between keys."""
-        last = self.target_layers - 1
+        last = self.num_target_layers - 1
         taps, kinds = list(self.target_layer_ids), len(self.layer_types)
         queries, keys = self.num_attention_heads, self.form()["kv_heads"]
         return [
@@ -86,38 +83,10 @@ class Layout(BaseModel, ABC):
         return self
 
 
-class DSparkLayout(Layout):
-    """The keys of a DSpark drafter, however its layers are written."""
-
-    num_target_layers: Positive
-    block_size: Positive
-    num_anchors: Positive
-    mask_token_id: Count
-    # The published code leaves out what belongs to a head that is not there.
-    markov_rank: Count
-    markov_head_type: Literal["vanilla", "gated", "rnn"] | None = None
-    enable_confidence_head: bool
-    confidence_head_with_markov: bool | None = None
-
-    @property
-    def target_layers(self) -> int:
-        return self.num_target_layers
-
-    def rules(self) -> list[tuple[str, bool, str]]:
-        without_type = self.markov_rank > 0 and self.markov_head_type is None
-        without_input = self.enable_confidence_head and self.confidence_head_with_markov is None
-        return [
-            *super().rules(),
-            ("mask_token_id", self.mask_token_id < self.vocab_size, f"must be below vocab_size={self.vocab_size}"),
-            ("markov_head_type", not without_type, "missing, and markov_rank is not 0"),
-            ("confidence_head_with_markov", not without_input, "missing, and enable_confidence_head is true"),
-        ]
-
-
-class PlainLayout(DSparkLayout):
+class PlainLayers(Layout):
     """Layers in Qwen3 form, or in that of Llama."""
 
-    architectures: tuple[Literal["Qwen3DSparkModel", "LlamaDSparkModel"]]
+    architectures: tuple[str]
     model_type: Literal["qwen3", "llama"]
     hidden_act: Activation
     rope_parameters: dict[str, Any] | None = None
@@ -125,9 +94,8 @@ class PlainLayout(DSparkLayout):
     rope_scaling: dict[str, Any] | None = None
 
     def form(self) -> dict[str, Any]:
-        named = (self.architectures[0], self.model_type)
-        form = next((form for form, names in PLAIN.items() if names == named), None)
-        if form is None:
+        form, prefix = next((form, prefix) for form, (prefix, kind) in NAMES.items() if kind == self.model_type)
+        if not self.architectures[0].startswith(prefix):
             raise ValueError(f"model_type: {self.model_type!r} contradicts the architecture {self.architectures[0]}")
         return {
             "form": form,
@@ -171,11 +139,12 @@ class _Rotations(BaseModel):
     full_attention: _Rotation
 
 
-class Gemma4Layout(DSparkLayout):
+class Gemma4Layers(Layout):
     """Layers in Gemma4 form: their heads are those of full attention, which have keys of their own."""
 
-    architectures: tuple[Literal["Gemma4DSparkModel"]]
     model_type: Literal["gemma4_text"]
+    target_model_type: str
+    target_text_model_type: str
     hidden_activation: Activation
     attention_k_eq_v: bool
     global_head_dim: Positive
@@ -199,9 +168,44 @@ class Gemma4Layout(DSparkLayout):
         }
 
 
+class DSparkLayout(Layout):
+    """The keys of a DSpark drafter, however its layers are written."""
+
+    block_size: Positive
+    num_anchors: Positive
+    mask_token_id: Count
+    # The published code leaves out what belongs to a head that is not there.
+    markov_rank: Count
+    markov_head_type: Literal["vanilla", "gated", "rnn"] | None = None
+    enable_confidence_head: bool
+    confidence_head_with_markov: bool | None = None
+
+    def rules(self) -> list[tuple[str, bool, str]]:
+        without_type = self.markov_rank > 0 and self.markov_head_type is None
+        without_input = self.enable_confidence_head and self.confidence_head_with_markov is None
+        return [
+            *super().rules(),
+            ("mask_token_id", self.mask_token_id < self.vocab_size, f"must be below vocab_size={self.vocab_size}"),
+            ("markov_head_type", not without_type, "missing, and markov_rank is not 0"),
+            ("confidence_head_with_markov", not without_input, "missing, and enable_confidence_head is true"),
+        ]
+
+
+class PlainLayout(DSparkLayout, PlainLayers):
+    """A DSpark drafter in Qwen3 form, or in that of Llama."""
+
+    architectures: tuple[Literal["Qwen3DSparkModel", "LlamaDSparkModel"]]
+
+
+class Gemma4Layout(DSparkLayout, Gemma4Layers):
+    """A DSpark drafter in Gemma4 form."""
+
+    architectures: tuple[Literal["Gemma4DSparkModel"]]
+
+
 def layout_of(values: Mapping[str, Any]) -> type[DSparkLayout]:
     """The class that checks the values of a DSpark drafter."""
-    return Gemma4Layout if values.get("architectures") == [GEMMA4] else PlainLayout
+    return Gemma4Layout if values.get("architectures") == ["Gemma4DSparkModel"] else PlainLayout
 
 
 Keys = TypeVar("Keys", bound=Layout)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dspark.model.checkpoints import EMBEDDING, HEAD
-from dspark.model.config import DSparkConfig
+from dspark.model.config import DraftConfig, DSparkConfig
 from dspark.model.stored import ARCHITECTURE, HEADS, LAYER_KEYS, PUBLISHED_ANCHORS, Keys, Layout, Stored, Verifier
 
 _SECTION = "dflash_config"
@@ -109,7 +109,8 @@ def _write(stored: Stored, _verifier: Verifier | None) -> Stored:
     return Stored(values, tensors)
 
 
-def _refusals(config: DSparkConfig) -> list[str]:
+def _refusals(config: DraftConfig) -> list[str]:
+    assert isinstance(config, DSparkConfig)
     faults = []
     if config.markov_rank == 0:
         faults.append("markov_rank=0: SGLang needs a Markov head")
@@ -152,5 +153,5 @@ def _own(kind: Any) -> list[str]:
     return {"gated": ["gate_proj"], "rnn": ["joint_proj"]}.get(str(kind), [])
 
 
-SPECFORGE = Layout("specforge", _has_section, _read, _write, _refusals, vocabulary="none")
-MODELOPT = Layout("modelopt", _is_modelopt, _read_modelopt, None, _refusals, vocabulary="none")
+SPECFORGE = Layout("specforge", DSparkConfig, _has_section, _read, _write, _refusals, vocabulary="none")
+MODELOPT = Layout("modelopt", DSparkConfig, _is_modelopt, _read_modelopt, None, _refusals, vocabulary="none")

@@ -7,10 +7,8 @@ our taps (it numbers what goes into a layer), and the head has rows for the draf
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from dspark.model.checkpoints import HEAD, RUN_KEY
-from dspark.model.config import DSparkConfig
+from dspark.model.checkpoints import RUN_KEY
+from dspark.model.config import DraftConfig, DSparkConfig
 from dspark.model.stored import (
     ARCHITECTURE,
     DRAFT_KEYS,
@@ -21,15 +19,39 @@ from dspark.model.stored import (
     Layout,
     Stored,
     Verifier,
+    with_kept_rows,
 )
 
-_LAYER = "transformer_layer_config"
+LAYER = "transformer_layer_config"
 _TAPS = "aux_hidden_state_layer_ids"
 _METHODS = "speculators_config.proposal_methods"
 
 
 def _matches(values: Mapping[str, Any]) -> bool:
     return "speculators_model_type" in values
+
+
+def speculators_config(algorithm: str, tokens: int, verifier: Verifier) -> dict[str, Any]:
+    """What the layout says of every drafter: how many tokens it proposes, and for which target."""
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
+        "verifier": {"name_or_path": verifier.name, "architectures": list(verifier.architectures)},
+    }
+
+
+def proposed_tokens(keys: Keys, *algorithms: str) -> Any:
+    """How many tokens the first method proposes, None where that is a fault; the other keys beside it are checked."""
+    keys.must("speculators_config.algorithm", *algorithms)
+    keys.take("speculators_config.default_proposal_method")
+    keys.take("speculators_config.verifier.name_or_path")
+    keys.take("speculators_config.verifier.architectures")
+    methods = keys.take(_METHODS)
+    first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
+    if keys.has(_METHODS) and "speculative_tokens" not in first:
+        keys.faults.append(f"{_METHODS}: speculative_tokens is missing")
+    return first.get("speculative_tokens")
 
 
 def _read(stored: Stored) -> Stored:
@@ -39,11 +61,11 @@ def _read(stored: Stored) -> Stored:
         InputError: names every key that is missing or contradicts another.
     """
     keys = Keys(stored.values)
-    keys.must("speculators_model_type", "dspark", "dflash")
+    keys.must("speculators_model_type", "dspark", "dflash", "eagle3")  # the last has a reader of its own
     plain = keys.get("speculators_model_type") == "dflash"
-    layer = keys.section(_LAYER)
+    layer = keys.section(LAYER)
     for key in (*LAYER_KEYS, "tie_word_embeddings"):
-        keys.take(f"{_LAYER}.{key}")
+        keys.take(f"{LAYER}.{key}")
     heads = {key: None if plain else keys.take(key) for key in HEADS}
     next_token = _next_token(keys, plain)
     taken = {key: keys.take(key) for key in ("block_size", "mask_token_id", "draft_vocab_size")}
@@ -74,16 +96,8 @@ def _next_token(keys: Keys, plain: bool) -> bool:
     if not (plain and not keys.has("sample_from_anchor")):
         keys.must("sample_from_anchor", True, False)
     next_token = keys.get("sample_from_anchor") is True
-    keys.must("speculators_config.algorithm", "dspark", "dflash")
-    keys.take("speculators_config.default_proposal_method")
-    keys.take("speculators_config.verifier.name_or_path")
-    keys.take("speculators_config.verifier.architectures")
-    methods, block = keys.take(_METHODS), keys.get("block_size")
-    first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
-    tokens = first.get("speculative_tokens")
-    if keys.has(_METHODS) and "speculative_tokens" not in first:
-        keys.faults.append(f"{_METHODS}: speculative_tokens is missing")
-    elif isinstance(block, int) and isinstance(tokens, int) and not 1 <= tokens <= block - (not next_token):
+    tokens, block = proposed_tokens(keys, "dspark", "dflash"), keys.get("block_size")
+    if isinstance(block, int) and isinstance(tokens, int) and not 1 <= tokens <= block - (not next_token):
         keys.faults.append(
             f"{_METHODS}: speculative_tokens={tokens} contradicts block_size={block} with "
             f"sample_from_anchor={str(next_token).lower()}"
@@ -93,29 +107,22 @@ def _next_token(keys: Keys, plain: bool) -> bool:
 
 def _write(stored: Stored, verifier: Verifier | None) -> Stored:
     assert verifier is not None, "this layout names its target"
-    source, tensors = stored.values, dict(stored.tensors)
-    if "draft_vocab_size" in source and len(tensors[HEAD]) == source["vocab_size"]:
-        kept_D = torch.arange(source["draft_vocab_size"]) + tensors["d2t"].cpu()
-        tensors[HEAD] = tensors[HEAD][kept_D]
+    source = stored.values
     values = {key: source[key] for key in DRAFT_KEYS if key in source and key != "target_layer_ids"} | {
         "architectures": ["DSparkDraftModel"],
         "speculators_model_type": "dspark",
-        "speculators_config": {
-            "algorithm": "dspark",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": source["block_size"]}],
-            "verifier": {"name_or_path": verifier.name, "architectures": list(verifier.architectures)},
-        },
-        _LAYER: {key: value for key, value in source.items() if key not in DRAFT_KEYS},
+        "speculators_config": speculators_config("dspark", source["block_size"], verifier),
+        LAYER: {key: value for key, value in source.items() if key not in DRAFT_KEYS},
         "draft_vocab_size": source.get("draft_vocab_size", source["vocab_size"]),
         _TAPS: [tap + 1 for tap in source["target_layer_ids"]],
         "sample_from_anchor": True,
         "tie_word_embeddings": False,
     }
-    return Stored(values, tensors)
+    return Stored(values, with_kept_rows(stored))
 
 
-def _refusals(config: DSparkConfig) -> list[str]:
+def _refusals(config: DraftConfig) -> list[str]:
+    assert isinstance(config, DSparkConfig)
     faults = []
     if config.markov_rank and config.markov_head != "vanilla":
         faults.append(f"markov_head_type={config.markov_head}: vLLM computes the vanilla Markov head alone")
@@ -124,4 +131,4 @@ def _refusals(config: DSparkConfig) -> list[str]:
     return faults
 
 
-SPECULATORS = Layout("speculators", _matches, _read, _write, _refusals, vocabulary="kept")
+SPECULATORS = Layout("speculators", DSparkConfig, _matches, _read, _write, _refusals, vocabulary="kept")

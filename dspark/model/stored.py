@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from dspark.errors import InputError
-from dspark.model.checkpoints import RUN_KEY
-from dspark.model.config import DSparkConfig
+from dspark.model.checkpoints import HEAD, RUN_KEY
+from dspark.model.config import DraftConfig
 
 ARCHITECTURE = "Qwen3DSparkModel"  # of the published layout, the only one that other layouts are made from
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
@@ -52,16 +53,28 @@ class Verifier:
 class Layout:
     """A file layout as a value: how it is told from others, read into published names, and written from them.
 
+    `kind` is that of the drafters it holds, by their configuration; one name may stand for a layout of each kind.
     `refusals` says what of a drafter the layout, or the engine that it is for, cannot express; `vocabulary`, what a
-    folder holds of the target: embedding and head, the embedding and the head's rows for the draft tokens, or nothing.
+    folder holds of the target: embedding and head, the embedding and the head's rows for the draft tokens, these rows
+    alone, or nothing.
     """
 
     name: str
+    kind: type[DraftConfig]
     matches: Callable[[Mapping[str, Any]], bool]
     read: Callable[[Stored], Stored]
     write: Callable[[Stored, Verifier | None], Stored] | None  # None: it is only read
-    refusals: Callable[[DSparkConfig], list[str]]
-    vocabulary: Literal["whole", "kept", "none"]
+    refusals: Callable[[DraftConfig], list[str]]
+    vocabulary: Literal["whole", "kept", "rows", "none"]
+
+
+def with_kept_rows(stored: Stored) -> dict[str, Tensor]:
+    """The tensors of a published folder, the head with its rows for the draft tokens alone."""
+    tensors, values = dict(stored.tensors), stored.values
+    if "draft_vocab_size" in values and len(tensors[HEAD]) == values["vocab_size"]:
+        kept_D = torch.arange(values["draft_vocab_size"]) + tensors["d2t"].cpu()
+        tensors[HEAD] = tensors[HEAD][kept_D]
+    return tensors
 
 
 class Keys:

@@ -1,11 +1,11 @@
-"""From a captured table to padded tensors on a device: a row for each sample, or several samples packed into a row.
+"""From a captured table to padded tensors on the host: a row for each sample, or several samples packed into a row.
 
 A packed sample is a document of its row. What a document's tokens see, where they stand and which labels they have is
 the same as in a row of their own: positions restart, and nothing crosses a boundary. Packing saves the padding of rows
 of unequal length; it costs the masked attention cells between a row's documents.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dspark.data.captures import bf16_column, final_column, tap_column
+from dspark.data.captures import bf16_column, final_column, is_finite, tap_column
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,14 @@ class Batch:
     def positions_BS(self) -> Tensor:
         """Positions 0, 1, ... of every document."""
         return torch.arange(self.input_ids_BS.shape[1], device=self.input_ids_BS.device) - self.starts_BS
+
+
+class Tokens(NamedTuple):
+    """The rows of a batch without their states: all that blocks are made from."""
+
+    input_ids_BS: Tensor  # int64
+    loss_mask_BS: Tensor  # bool
+    starts_BS: Tensor  # int64
 
 
 class Place(NamedTuple):
@@ -70,23 +78,14 @@ def loss_masks(table: pa.Table) -> list[NDArray[np.uint8]]:
     return [np.frombuffer(mask.as_py(), dtype=np.uint8) for mask in table.column("loss_mask")]
 
 
-def collate(
-    table: pa.Table,
-    taps: Sequence[int],
-    hidden: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    places: Sequence[Place] | None = None,
-) -> Batch:
-    """Pads and concatenates the samples of a captured table (`dspark.data.captures`), by default in a row each."""
+def tokens_of(table: pa.Table, places: Sequence[Place]) -> Tokens:
+    """Ids, masks and starts of the samples at their places, padded at the end."""
     masks = loss_masks(table)
-    places = places or pack([len(mask) for mask in masks], None)
     rows = 1 + max(place.row for place in places)
     length = max(place.column + len(mask) for place, mask in zip(places, masks, strict=True))
     ids_BS = torch.zeros(rows, length, dtype=torch.int64)
     mask_BS = torch.zeros(rows, length, dtype=torch.bool)
     starts_BS = torch.zeros(rows, length, dtype=torch.int64)
-    states = {name: torch.zeros(rows, length, hidden, dtype=dtype) for name in _columns(taps)}
     # From left to right: each document's start is written up to the row's end, and the next one's over it.
     for sample in sorted(range(len(places)), key=lambda sample: places[sample].column):
         row, column = places[sample]
@@ -94,12 +93,49 @@ def collate(
         ids_BS[row, own] = torch.from_numpy(table.column("input_ids")[sample].values.to_numpy().astype(np.int64))
         mask_BS[row, own] = torch.from_numpy(masks[sample].astype(bool))
         starts_BS[row, column:] = column
-        for name, padded in states.items():
-            padded[row, own] = bf16_column(table, name, sample, hidden)
-    joined = torch.cat([states[tap_column(tap)] for tap in taps], dim=-1)
-    final = states[final_column()]
-    return Batch(ids_BS.to(device), mask_BS.to(device), joined.to(device), final.to(device), starts_BS.to(device))
+    return Tokens(ids_BS, mask_BS, starts_BS)
 
 
-def _columns(taps: Sequence[int]) -> list[str]:
-    return [*(tap_column(tap) for tap in taps), final_column()]
+def collate(
+    table: pa.Table,
+    taps: Sequence[int],
+    hidden: int,
+    dtype: torch.dtype,
+    places: Sequence[Place] | None = None,
+    blank: Collection[int] = (),
+    pinned: bool = False,
+) -> Batch:
+    """The samples of a captured table (`dspark.data.captures`) as a batch, by default in a row each.
+
+    States of the samples numbered in `blank` are zeros. Each other one goes straight from Arrow's memory to its place
+    in the batch: one read, one write, converted on the way. `pinned`: in memory that a GPU reads by itself; torch keeps
+    such buffers, and uses one again when the copies out of it are done.
+    """
+    lengths = [len(mask) for mask in loss_masks(table)]
+    places = places or pack(lengths, None)
+    tokens = tokens_of(table, places)
+    shape = tokens.input_ids_BS.shape
+    taps_BSLH = torch.empty(*shape, len(taps) * hidden, dtype=dtype, pin_memory=pinned)
+    final_BSH = torch.empty(*shape, hidden, dtype=dtype, pin_memory=pinned)
+    columns = [tap_column(tap) for tap in taps] + [final_column()]
+    parts = [*taps_BSLH.split(hidden, dim=-1), final_BSH]
+    ends = [0] * len(tokens.input_ids_BS)
+    for sample, (row, column) in enumerate(places):
+        end = column + lengths[sample]
+        ends[row] = max(ends[row], end)
+        for name, part_BSH in zip(columns, parts, strict=True):
+            if sample in blank:
+                part_BSH[row, column:end] = 0
+            else:
+                part_BSH[row, column:end] = bf16_column(table, name, sample, hidden)
+    assert sum(ends) == sum(lengths), "samples of a row lie side by side, and nothing else is written"
+    for row, end in enumerate(ends):
+        taps_BSLH[row, end:] = 0
+        final_BSH[row, end:] = 0
+    return Batch(tokens.input_ids_BS, tokens.loss_mask_BS, taps_BSLH, final_BSH, tokens.starts_BS)
+
+
+def finite_samples(table: pa.Table, taps: Sequence[int]) -> list[bool]:
+    """For each sample of a table, whether all states that a batch takes of it are finite."""
+    columns = [tap_column(tap) for tap in taps] + [final_column()]
+    return [all(is_finite(table, name, row) for name in columns) for row in range(table.num_rows)]

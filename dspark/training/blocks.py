@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dspark.training.slots import Slots, slots_of
+
 
 def draw_anchors(loss_mask: NDArray[np.uint8], count: int, seed: int, epoch: int, sample_id: str) -> NDArray[np.int64]:
     """Up to `count` distinct candidates, uniformly without replacement, ascending.
@@ -42,6 +44,7 @@ class Blocks:
     labels_BAK: Tensor  # int64, token a+k+1; 0 where not valid
     valid_BAK: Tensor  # bool, M: all labels up to this slot are supervised
     weights_BAK: Tensor  # fp32, w = M exp(-k/gamma)
+    used: Slots  # where valid; listed here, on the host: a device could not without making it wait
 
     @property
     def block(self) -> int:
@@ -69,21 +72,21 @@ def make_blocks(
     """Blocks of `block` slots at the given anchors, one array of columns for each row.
 
     `gamma` None: no decay over the slots. `starts_BS`: the column at which each column's document begins; None: every
-    row is one document. Rows are filled with dummies up to the largest number of anchors, at least 1.
+    row is one document. Rows are filled with dummies up to the largest number of anchors, at least 1. All tensors are
+    on the host.
     """
-    device, length = input_ids_BS.device, input_ids_BS.shape[1]
+    length = input_ids_BS.shape[1]
     width = max(1, *(len(row) for row in anchors))
     anchors_BA = torch.zeros(len(anchors), width, dtype=torch.int64)
     keep_BA = torch.zeros(len(anchors), width, dtype=torch.bool)
     for row, columns in enumerate(anchors):
         anchors_BA[row, : len(columns)] = torch.from_numpy(columns)
         keep_BA[row, : len(columns)] = True
-    anchors_BA, keep_BA = anchors_BA.to(device), keep_BA.to(device)
     if starts_BS is None:
         starts_BS = torch.zeros_like(input_ids_BS)
     starts_BA = starts_BS.gather(1, anchors_BA)
 
-    slots_K = torch.arange(block, device=device)
+    slots_K = torch.arange(block)
     columns_BAK = anchors_BA[..., None] + slots_K
 
     def inside(at_BAK: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +98,7 @@ def make_blocks(
     next_BAK, targets_BAK = inside(columns_BAK + 1)
     supervised_BAK = next_BAK & _gather(loss_mask_BS.bool(), targets_BAK) & keep_BA[..., None]
     valid_BAK = supervised_BAK.cumprod(dim=-1).bool()
-    decay_K = torch.exp(-slots_K / gamma) if gamma is not None else torch.ones(block, device=device)
+    decay_K = torch.exp(-slots_K / gamma) if gamma is not None else torch.ones(block)
     return Blocks(
         anchors_BA=anchors_BA,
         starts_BA=starts_BA,
@@ -104,6 +107,7 @@ def make_blocks(
         labels_BAK=torch.where(valid_BAK, _gather(input_ids_BS, targets_BAK), 0),
         valid_BAK=valid_BAK,
         weights_BAK=valid_BAK.float() * decay_K,
+        used=slots_of(valid_BAK, columns_BAK, length),
     )
 
 

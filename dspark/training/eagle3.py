@@ -3,17 +3,14 @@
     taps, tokens --features, keys of all rows--> step 0 of the chains' rows --state, next token--> step 1 --> ...
     each step's states --norm, head--> soft cross-entropy against the target, acceptance
 
-Nothing here reduces over ranks, logs or synchronises. Shape suffixes: B batch, S positions, A chains, K steps, N chains
-of the batch that are used at a step, P distinct positions of the target, V vocabulary, D tokens that may be drafted,
-H hidden.
+Nothing here reduces over ranks, logs or synchronises. Shape suffixes: B batch, S positions, A chains, K steps, N used
+steps of the batch's chains, P distinct columns of the target under them, H hidden.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from dspark.learning import LOGITS_MB
 from dspark.model.eagle3 import Eagle3Drafter
 from dspark.model.layers import joined_keys
 from dspark.model.vocabulary import Vocabulary
@@ -21,7 +18,9 @@ from dspark.training.batch import Batch
 from dspark.training.blocks import Blocks
 from dspark.training.chains import Chains
 from dspark.training.means import Mean, Means, weighted_mean
-from dspark.training.objective import Objective, acceptance_means, target_logits
+from dspark.training.objective import Objective, acceptance_means
+from dspark.training.terms import Judged, judge
+from dspark.training.workspace import Workspace
 
 
 def run_chains(drafter: Eagle3Drafter, vocabulary: Vocabulary, batch: Batch, chains: Blocks) -> Tensor:
@@ -32,10 +31,10 @@ def run_chains(drafter: Eagle3Drafter, vocabulary: Vocabulary, batch: Batch, cha
     """
     rows_BA = (chains.anchors_BA - 1).clamp(min=0)
     feature_BSH = drafter.features(batch.taps_BSLH)
-    # The last row of a text has no token behind it, and no chain sees that far.
+    # The last row of a text has no token behind it but a stranger's, and no chain sees that far.
     joined_BS2H = drafter.join(feature_BSH, vocabulary.embed(batch.input_ids_BS.roll(-1, dims=1)))
     seen = [drafter.key_values(joined_BS2H, batch.positions_BS)]
-    visible_B1AM = visible_rows(rows_BA, batch.input_ids_BS.shape[1], chains.block)
+    visible_B1AM = visible_rows(rows_BA, chains.starts_BA, batch.input_ids_BS.shape[1], chains.block)
     state, joined = _rows(feature_BSH, rows_BA), _rows(joined_BS2H, rows_BA)
     states = []
     for step in range(chains.block):
@@ -53,49 +52,25 @@ def _rows(values_BSX: Tensor, rows_BA: Tensor) -> Tensor:
     return values_BSX.gather(1, rows_BA[..., None].expand(-1, -1, values_BSX.shape[-1]))
 
 
-def visible_rows(rows_BA: Tensor, length: int, steps: int) -> Tensor:
-    """Mask [B, 1, A, S + (K-1) A]: rows of step 0 up to the own one, then the own row of each later step.
+def visible_rows(rows_BA: Tensor, starts_BA: Tensor, length: int, steps: int) -> Tensor:
+    """Mask [B, 1, A, S + (K-1) A]: rows of step 0 from the text's first to the own one, then the own of later steps.
 
     Dense, so a step costs (S + jA) A in place of S A + jA; next to the products with the head that is little.
     """
-    upto_BAS = torch.arange(length, device=rows_BA.device) <= rows_BA[..., None]
+    columns_S = torch.arange(length, device=rows_BA.device)
+    upto_BAS = (starts_BA[..., None] <= columns_S) & (columns_S <= rows_BA[..., None])
     own_AA = torch.eye(rows_BA.shape[1], dtype=torch.bool, device=rows_BA.device)
     return torch.cat((upto_BAS, own_AA.repeat(1, steps - 1).expand(len(rows_BA), -1, -1)), dim=-1).unsqueeze(1)
-
-
-class Teacher(NamedTuple):
-    """The target at the distinct positions of a batch, over the tokens that may be drafted."""
-
-    probs_PD: Tensor  # its softmax restricted to them: sums to one
-    mass_P1: Tensor  # how much of its whole softmax they hold
-    best_P: Tensor  # its likeliest token of all
-
-
-def teacher_of(vocabulary: Vocabulary, logits_PV: Tensor) -> Teacher:
-    """The teacher from the target's logits in fp32."""
-    kept_PD = vocabulary.of_kept(logits_PV)
-    mass_P1 = (kept_PD.logsumexp(-1, keepdim=True) - logits_PV.logsumexp(-1, keepdim=True)).exp()
-    return Teacher(kept_PD.softmax(-1), mass_P1, logits_PV.argmax(-1))
-
-
-def _judge(vocabulary: Vocabulary, states_NH: Tensor, teacher: Teacher, row_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Soft cross-entropy, probability of acceptance and likeliest token of drafts, each [N]."""
-    log_q_ND = vocabulary.draft_logits(states_NH).float().log_softmax(-1)
-    probs_ND = teacher.probs_PD[row_N]
-    ce_N = -(probs_ND * log_q_ND).sum(-1)
-    with torch.no_grad():
-        # q is 0 outside the kept tokens, so they alone add to the sum of min(p, q) over all tokens.
-        accept_N = torch.minimum(probs_ND * teacher.mass_P1[row_N], log_q_ND.exp()).sum(-1).clamp(max=1)
-        best_N = vocabulary.tokens(log_q_ND.argmax(-1))
-    return ce_N, accept_N, best_N
 
 
 class Eagle3Objective(nn.Module):
     """The drafter with its loss as one module, the unit that a training engine wraps."""
 
-    def __init__(self, drafter: Eagle3Drafter) -> None:
+    def __init__(self, drafter: Eagle3Drafter, logits_mb: int = LOGITS_MB) -> None:
         super().__init__()
         self.drafter = drafter
+        self.budget = logits_mb * 2**20
+        self.workspace = Workspace()
 
     def forward(self, vocabulary: Vocabulary, batch: Batch, chains: Chains, denominator: Tensor) -> Objective:
         """Loss = sum of weights times soft cross-entropies / denominator, that of the whole step (design section 5).
@@ -105,41 +80,32 @@ class Eagle3Objective(nn.Module):
         """
         states_BAKH = run_chains(self.drafter, vocabulary, batch, chains)
         carries_BAK = chains.weights_BAK > 0
-        used_BAK = carries_BAK | chains.valid_BAK
-        with torch.no_grad():
-            logits_PV, row_N = target_logits(vocabulary, batch, chains, used_BAK)
-            teacher = teacher_of(vocabulary, logits_PV)
-            row_BAK = torch.zeros_like(chains.labels_BAK).masked_scatter(used_BAK, row_N)
-        steps = [
-            self._step(vocabulary, states_BAKH[:, :, step], teacher, row_BAK[..., step], used_BAK[..., step])
-            for step in range(chains.block)
-        ]
-        ce_BAK, accept_BAK, greedy_BAK = (torch.stack(values, dim=-1) for values in zip(*steps, strict=True))
-        total = (chains.weights_BAK * ce_BAK).sum()
+        slots = chains.used
+        judged = Judged(
+            vocabulary=vocabulary,
+            final_PH=batch.final_BSH.flatten(0, 1)[slots.place_P],
+            slots=slots,
+            labels_N=None,
+            weights_N=slots.of(chains.weights_BAK),
+            ce=1.0,
+            l1=0.0,
+            budget=self.budget,
+        )
+        terms = judge(slots.of(states_BAKH), None, judged, self.workspace)
+        ce_BAK, accept_BAK, greedy_BAK = (
+            slots.scatter(values_N, carries_BAK.shape) for values_N in (terms.ce_N, terms.accept_N, terms.greedy_N)
+        )
         means = {f"loss_step_{step}": weighted_mean(ce_BAK[..., step], carries_BAK[..., step])
                  for step in range(chains.block)}  # fmt: skip
-        means["loss"] = Mean(total.detach(), chains.divisor)
+        means["loss"] = Mean(terms.total.detach(), chains.divisor)
         means |= self._acceptance(chains, accept_BAK, greedy_BAK)
-        return Objective(total / denominator.clamp(min=1e-9), means)
-
-    def _step(
-        self, vocabulary: Vocabulary, states_BAH: Tensor, teacher: Teacher, row_BA: Tensor, used_BA: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Cross-entropy, acceptance and greedy agreement [B, A] of one step, zero where it is not used."""
-        row_N = row_BA[used_BA]
-        # Logits of all steps together would not fit: each step's are computed once more for its gradient.
-        ce_N, accept_N, best_N = checkpoint(
-            _judge, vocabulary, states_BAH[used_BA], teacher, row_N, use_reentrant=False, preserve_rng_state=False
-        )
-        zeros_BA = torch.zeros(used_BA.shape, device=used_BA.device)
-        greedy_N = (best_N == teacher.best_P[row_N]).float()
-        return tuple(zeros_BA.masked_scatter(used_BA, values_N) for values_N in (ce_N, accept_N, greedy_N))
+        return Objective(terms.total / denominator.clamp(min=1e-9), means)
 
     def _acceptance(self, chains: Chains, accept_BAK: Tensor, greedy_BAK: Tensor) -> Means:
         """The means of DSpark's blocks over the steps that a round decodes, and rates of the steps behind them."""
         drafts = min(self.drafter.config.block, chains.block)
         valid_BAK = chains.valid_BAK[..., :drafts]
-        means = acceptance_means(valid_BAK, accept_BAK[..., :drafts][valid_BAK], greedy_BAK[..., :drafts][valid_BAK])
+        means = acceptance_means(valid_BAK, accept_BAK[..., :drafts] * valid_BAK, greedy_BAK[..., :drafts] & valid_BAK)
         return means | {
             f"accept_rate_{step}": weighted_mean(accept_BAK[..., step], chains.valid_BAK[..., step])
             for step in range(drafts, chains.block)

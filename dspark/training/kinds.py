@@ -9,7 +9,7 @@ from torch import Tensor
 from dspark.config import Settings
 from dspark.model.drafter import Drafter
 from dspark.model.kinds import AnyDrafter
-from dspark.training.batch import Batch
+from dspark.training.batch import Place, Tokens
 from dspark.training.blocks import Blocks, draw_anchors, make_blocks
 from dspark.training.chains import Chains, chain_anchors, make_chains
 from dspark.training.eagle3 import Eagle3Objective
@@ -21,8 +21,8 @@ AnyObjective = DraftObjective | Eagle3Objective
 def objective_of(drafter: AnyDrafter, settings: Settings) -> AnyObjective:
     """The drafter with its loss, as the module that a training engine wraps."""
     if isinstance(drafter, Drafter):
-        return DraftObjective(drafter, settings.loss)
-    return Eagle3Objective(drafter)
+        return DraftObjective(drafter, settings.loss, settings.train.logits_mb)
+    return Eagle3Objective(drafter, settings.train.logits_mb)
 
 
 def anchors_of(loss_mask: NDArray[np.uint8], settings: Settings, epoch: int, sample_id: str) -> NDArray[np.int64]:
@@ -33,22 +33,25 @@ def anchors_of(loss_mask: NDArray[np.uint8], settings: Settings, epoch: int, sam
 
 
 def blocks_of(
-    batch: Batch, anchors: Sequence[NDArray[np.int64]], lengths: Sequence[int], settings: Settings
+    tokens: Tokens,
+    anchors: Sequence[NDArray[np.int64]],
+    lengths: Sequence[int],
+    settings: Settings,
+    places: Sequence[Place],
 ) -> Blocks | Chains:
     """Blocks or chains at the anchors, an array of columns for each row of the batch.
 
-    `lengths`: tokens of each sample, 0 for one that takes no part. Chains need a row for each, which the settings see
-    to: they refuse to pack this kind.
+    `lengths`: tokens of each sample, 0 for one that takes no part; `places`: where each lies.
     """
     if settings.drafter.kind == "eagle3":
-        return make_chains(batch, anchors, lengths, settings.eagle3)
+        return make_chains(tokens, anchors, lengths, settings.eagle3, places)
     return make_blocks(
-        batch.input_ids_BS,
-        batch.loss_mask_BS,
+        tokens.input_ids_BS,
+        tokens.loss_mask_BS,
         anchors,
         settings.drafter.block,
         settings.loss.gamma,
-        batch.starts_BS,
+        tokens.starts_BS,
     )
 
 

@@ -1,8 +1,8 @@
 """The DSpark objective over the supervised slots of a batch (paper section 3.3, equations 8 to 12).
 
 Nothing here reduces over ranks, logs or synchronises: sums and weights are returned, the caller divides.
-Shape suffixes: B batch, A blocks, K slots, N supervised slots of the batch, V vocabulary, D tokens that may be drafted
-(D = V unless the drafter's vocabulary is reduced), H hidden, S context, r rank.
+Shape suffixes: B batch, A blocks, K slots, N supervised slots of the batch, P distinct columns under them, V tokens,
+D tokens that may be drafted (D = V unless the drafter's vocabulary is reduced), H hidden, S context, r rank.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark.learning import LossSettings
+from dspark.learning import LOGITS_MB, LossSettings
 from dspark.model.drafter import Drafter
 from dspark.model.vocabulary import Vocabulary
 from dspark.training.batch import Batch
 from dspark.training.blocks import Blocks, block_inputs, visibility
-from dspark.training.means import Means, weighted_mean
+from dspark.training.means import Mean, Means, weighted_mean
+from dspark.training.slots import Slots
+from dspark.training.terms import Judged, MarkovBias, judge
+from dspark.training.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,10 @@ def _seen_taps(batch: Batch, blocks: Blocks) -> Tensor:
 
 
 def draft_logits(drafter: Drafter, vocabulary: Vocabulary, output: DraftOutput, slots: Tensor) -> Tensor:
-    """Draft logits [N, D] in fp32 of the slots selected by the mask `slots` [B, A, K]."""
+    """Draft logits [N, D] in fp32 of the slots selected by the mask `slots` [B, A, K], all at once.
+
+    Training never holds them (`dspark.training.terms`); they are for comparisons.
+    """
     logits_ND = vocabulary.draft_logits(output.hidden_BAKH[slots]).float()
     if drafter.markov_head is not None:
         assert output.features_BAKr is not None
@@ -81,8 +87,7 @@ def draft_logits(drafter: Drafter, vocabulary: Vocabulary, output: DraftOutput, 
 def target_logits(vocabulary: Vocabulary, batch: Batch, blocks: Blocks, slots: Tensor) -> tuple[Tensor, Tensor]:
     """The target's logits in fp32 for the tokens that the selected slots predict: row a+k of `final`.
 
-    Many slots share a column, which is projected once: logits [P, V] of the distinct columns, and for each of the N
-    slots its row in them.
+    Logits [P, V] of the distinct columns, and for each of the N slots its row in them. For comparisons, as above.
     """
     length = batch.input_ids_BS.shape[1]
     rows_N = torch.arange(len(slots), device=slots.device)[:, None, None].expand_as(slots)[slots]
@@ -98,69 +103,77 @@ def step_weight(blocks: Blocks) -> Tensor:
 class DraftObjective(nn.Module):
     """The drafter with its loss as one module, the unit that a training engine wraps."""
 
-    def __init__(self, drafter: Drafter, settings: LossSettings) -> None:
+    def __init__(self, drafter: Drafter, settings: LossSettings, logits_mb: int = LOGITS_MB) -> None:
         super().__init__()
         self.drafter = drafter
         self.settings = settings
+        self.budget = logits_mb * 2**20
+        self.workspace = Workspace()
 
     def forward(self, vocabulary: Vocabulary, batch: Batch, blocks: Blocks, denominator: Tensor) -> Objective:
         """Loss = (ce sum + l1 sum + confidence sum, each times its setting) / denominator.
 
-        `denominator` is the sum of slot weights that the caller chose (design section 4: over the whole step). With a
-        reduced vocabulary q is 0 outside it: the target's mass there counts in full in the l1 term, and a label there,
-        whose cross-entropy is infinite whatever the drafter does, adds nothing to the ce term.
+        `denominator` is the sum of slot weights that the caller chose (design section 4: over the whole step).
         """
         output = run_drafter(self.drafter, vocabulary, batch, blocks)
-        slots = blocks.valid_BAK
-        logits_ND = draft_logits(self.drafter, vocabulary, output, slots)
-        with torch.no_grad():
-            target_PV, row_N = target_logits(vocabulary, batch, blocks, slots)
-            target_PD = vocabulary.of_kept(target_PV.softmax(-1))
-            missed_N = (1 - target_PD.sum(-1)).clamp(min=0)[row_N] if vocabulary.kept_D is not None else 0.0
-        weights_N = blocks.weights_BAK[slots]
-        labels_N, kept_N = vocabulary.draft_ids(blocks.labels_BAK[slots])
-        ce_N = F.cross_entropy(logits_ND, labels_N, reduction="none") * kept_N
-        l1_N = (logits_ND.softmax(-1) - target_PD[row_N]).abs().sum(-1) + missed_N
-        accept_N = (1 - l1_N.detach() / 2).clamp(0, 1)
-        terms = {"ce": ce_N, "l1": l1_N}
+        slots = blocks.used
+        weights_N = slots.of(blocks.weights_BAK)
+        judged = Judged(
+            vocabulary=vocabulary,
+            final_PH=batch.final_BSH.flatten(0, 1)[slots.place_P],
+            slots=slots,
+            labels_N=slots.of(blocks.labels_BAK),
+            weights_N=weights_N,
+            ce=self.settings.ce,
+            l1=self.settings.l1,
+            budget=self.budget,
+        )
+        terms = judge(slots.of(output.hidden_BAKH), self._bias(output, slots), judged, self.workspace)
+        total, losses = terms.total, {"ce": terms.ce_N, "l1": terms.l1_N}
         if output.confidence_BAK is not None:
-            terms["confidence"] = F.binary_cross_entropy_with_logits(
-                output.confidence_BAK[slots], accept_N, reduction="none"
+            losses["confidence"] = F.binary_cross_entropy_with_logits(
+                slots.of(output.confidence_BAK), terms.accept_N, reduction="none"
             )
-        loss_N = sum(getattr(self.settings, name) * term for name, term in terms.items())
-        assert isinstance(loss_N, Tensor)
-        # An empty sum keeps the graph, so a batch without anchors still gives every parameter a (zero) gradient.
-        loss = (loss_N * weights_N).sum() / denominator.clamp(min=1e-9)
-        means = {f"loss_{name}": weighted_mean(term, weights_N) for name, term in terms.items()}
-        with torch.no_grad():
-            means["loss"] = weighted_mean(loss_N, weights_N)
-            greedy_N = vocabulary.tokens(logits_ND.argmax(-1)) == target_PV.argmax(-1)[row_N]
-            means |= acceptance_means(slots, accept_N, greedy_N)
-            if output.confidence_BAK is not None:
-                means |= confidence_means(blocks, output.confidence_BAK, accept_N)
-        return Objective(loss, means)
+            total = total + self.settings.confidence * (losses["confidence"] * weights_N).sum()
+        means = {f"loss_{name}": weighted_mean(values_N, weights_N) for name, values_N in losses.items()}
+        means["loss"] = Mean(total.detach(), weights_N.sum())
+        accept_BAK = slots.scatter(terms.accept_N, blocks.valid_BAK.shape)
+        means |= acceptance_means(blocks.valid_BAK, accept_BAK, slots.scatter(terms.greedy_N, accept_BAK.shape))
+        if output.confidence_BAK is not None:
+            means |= confidence_means(blocks, output.confidence_BAK.detach(), accept_BAK)
+        return Objective(total / denominator.clamp(min=1e-9), means)
+
+    def _bias(self, output: DraftOutput, slots: Slots) -> MarkovBias | None:
+        head = self.drafter.markov_head
+        if head is None:
+            return None
+        assert output.features_BAKr is not None
+        features_Nr = slots.of(output.features_BAKr)
+        # Of a column's slots any has its features, if these come from the token there alone.
+        by_column = head.kind == "vanilla"
+        return MarkovBias(features_Nr[slots.first_P] if by_column else features_Nr, head.markov_w2(), by_column)
 
 
-def acceptance_means(valid_BAK: Tensor, accept_N: Tensor, greedy_N: Tensor) -> Means:
-    """Acceptance by slot, expected tokens per round (tau, probabilistic and greedy), and how the blocks are filled."""
-    accept_BAK = _scatter(valid_BAK, accept_N)
-    greedy_BAK = _scatter(valid_BAK, greedy_N.float())
+def acceptance_means(valid_BAK: Tensor, accept_BAK: Tensor, greedy_BAK: Tensor) -> Means:
+    """Acceptance by slot, expected tokens per round (tau, probabilistic and greedy), and how the blocks are filled.
+
+    `accept` (probability) and `greedy` (whether both would choose the same token) are 0 where `valid` is false.
+    """
     means: Means = {
         f"accept_rate_{slot}": weighted_mean(accept_BAK[..., slot], valid_BAK[..., slot])
         for slot in range(valid_BAK.shape[-1])
     }
     started_BA = valid_BAK[..., 0]
     means["tau_probabilistic"] = weighted_mean(1 + accept_BAK.cumprod(-1).sum(-1), started_BA)
-    means["tau_greedy"] = weighted_mean(1 + greedy_BAK.cumprod(-1).sum(-1), started_BA)
+    means["tau_greedy"] = weighted_mean(1 + greedy_BAK.float().cumprod(-1).sum(-1), started_BA)
     means["supervised_per_block"] = weighted_mean(valid_BAK.float().sum(-1), started_BA)
     return means
 
 
-def confidence_means(blocks: Blocks, confidence_BAK: Tensor, accept_N: Tensor) -> Means:
+def confidence_means(blocks: Blocks, confidence_BAK: Tensor, accept_BAK: Tensor) -> Means:
     """Absolute error and bias of the confidence, weighted like the loss; bias of its product over the valid slots."""
     valid_BAK = blocks.valid_BAK
     predicted_BAK = confidence_BAK.sigmoid()
-    accept_BAK = _scatter(valid_BAK, accept_N)
     error_BAK = predicted_BAK - accept_BAK
     masked_BAK = torch.where(valid_BAK, predicted_BAK, 0)
     product_error_BAK = masked_BAK.cumprod(-1) - accept_BAK.cumprod(-1)
@@ -169,10 +182,3 @@ def confidence_means(blocks: Blocks, confidence_BAK: Tensor, accept_N: Tensor) -
         "confidence_bias": weighted_mean(error_BAK, blocks.weights_BAK),
         "confidence_cumulative_bias": weighted_mean(product_error_BAK, valid_BAK),
     }
-
-
-def _scatter(slots_BAK: Tensor, values_N: Tensor) -> Tensor:
-    """Values of the selected slots at their places, zero elsewhere."""
-    placed = torch.zeros(slots_BAK.shape, device=values_N.device, dtype=values_N.dtype)
-    placed[slots_BAK] = values_N
-    return placed

@@ -6,9 +6,9 @@ number of micro-batches, so that all ranks make the same calls: padding rows and
 without anchors.
 """
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,71 +20,101 @@ from dspark.config import Settings
 from dspark.data.plan import Plan
 from dspark.model.config import DraftConfig
 from dspark.target import DTYPES
-from dspark.training.batch import Batch, Place, collate, loss_masks, pack
+from dspark.training.batch import Batch, Place, collate, finite_samples, loss_masks, pack, tokens_of
 from dspark.training.blocks import Blocks
 from dspark.training.kinds import anchors_of, blocks_of, weight_of
 from dspark.training.means import Mean, Means
 
 
+class Rows(NamedTuple):
+    """The rows of one micro-batch, not yet collated."""
+
+    table: pa.Table
+    places: list[Place]
+    blank: set[int]  # samples with a state that is not finite
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The batches of a share, each collated when it is asked for: a share never lies in memory as a whole."""
+
+    rows: list[Rows]
+    taps: tuple[int, ...]
+    hidden: int
+    dtype: torch.dtype
+    pinned: bool
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Batch:
+        table, places, blank = self.rows[number]
+        return collate(table, self.taps, self.hidden, self.dtype, places, blank, self.pinned)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self[number] for number in range(len(self)))
+
+
 @dataclass(frozen=True)
 class Share:
-    """Micro-batches with their blocks, the weight of each, and counts over the rows as means.
+    """Micro-batches with their blocks, the weight of each, and counts over the rows as means; all on the host.
 
     Rows that only fill the last step count nowhere, in `tokens` neither.
     """
 
-    batches: list[Batch]
+    batches: MicroBatches
     blocks: list[Blocks]
-    weights: Tensor  # [micro-batches], fp32, on the device
+    weights: Tensor  # [micro-batches], fp32
     tokens: int  # without padding
     counts: Means
 
 
 def make_share(
-    table: pa.Table, positions: range, plan: Plan, draft: DraftConfig, settings: Settings, device: torch.device
+    table: pa.Table, positions: range, plan: Plan, draft: DraftConfig, settings: Settings, pinned: bool = False
 ) -> Share:
     """The share that holds the rows of `table`, trained at plan `positions` (one per row, in order).
 
-    Anchors depend on (seed, epoch, sample id) alone (design section 4).
+    Anchors depend on (seed, epoch, sample id) alone (design section 4). The states are only read here, to see
+    whether they are finite; they are copied when a batch is asked for.
     """
     train = settings.train
     ids, masks = table.column("sample_id").to_pylist(), loss_masks(table)
     counted = [plan.counted[position] for position in positions]
-    batches, blocks, available, used, bad = [], [], 0, 0, 0
+    finite = finite_samples(table, draft.taps)
+    micro_batches, blocks, available, used = [], [], 0, 0
     for at in range(0, len(positions), train.micro_batch):
         rows = range(at, min(at + train.micro_batch, len(positions)))
         places = pack([len(masks[row]) for row in rows], train.pack_tokens)
-        part, dtype = table.slice(at, len(rows)), DTYPES[train.precision]
-        batch, finite = without_non_finite(collate(part, draft.taps, draft.hidden, device, dtype, places), places)
-        bad += sum(counted[row] and not good for row, good in zip(rows, finite, strict=True))
+        part = table.slice(at, len(rows))
         anchors, lengths = [], []
-        for row, good in zip(rows, finite, strict=True):
+        for row in rows:
             drawn, length = np.empty(0, np.int64), 0
-            if counted[row] and good:
+            if counted[row] and finite[row]:
                 drawn = anchors_of(masks[row], settings, plan.epochs[positions[row]], ids[row])
                 length = len(masks[row])
                 available += int(np.count_nonzero(masks[row][:-1] & masks[row][1:]))
             used += len(drawn)
             anchors.append(drawn)
             lengths.append(length)
-        batches.append(batch)
-        blocks.append(blocks_of(batch, placed(anchors, places), lengths, settings))
+        micro_batches.append(Rows(part, places, {row - at for row in rows if not finite[row]}))
+        blocks.append(blocks_of(tokens_of(part, places), placed(anchors, places), lengths, settings, places))
+    bad = sum(counts and not good for counts, good in zip(counted, finite, strict=True))
     return Share(
-        batches=batches,
+        batches=MicroBatches(micro_batches, draft.taps, draft.hidden, DTYPES[train.precision], pinned),
         blocks=blocks,
         weights=torch.stack([weight_of(part) for part in blocks]),
         tokens=sum(len(mask) for mask, counts in zip(masks, counted, strict=True) if counts),
         counts={
-            "anchors_available": _count(available, sum(counted), device),
-            "anchors_used": _count(used, sum(counted), device),
-            "rows_not_finite": _count(bad, sum(counted), device),
+            "anchors_available": _count(available, sum(counted)),
+            "anchors_used": _count(used, sum(counted)),
+            "rows_not_finite": _count(bad, sum(counted)),
         },
     )
 
 
-def _count(total: int, rows: int, device: torch.device) -> Mean:
+def _count(total: int, rows: int) -> Mean:
     """A count per counted row."""
-    return Mean(torch.tensor(float(total), device=device), torch.tensor(float(rows), device=device))
+    return Mean(torch.tensor(float(total)), torch.tensor(float(rows)))
 
 
 def placed(anchors: Sequence[NDArray[np.int64]], places: Sequence[Place]) -> list[NDArray[np.int64]]:
@@ -93,21 +123,3 @@ def placed(anchors: Sequence[NDArray[np.int64]], places: Sequence[Place]) -> lis
     for (row, column), own in zip(places, anchors, strict=True):
         rows[row].append(own + column)
     return [np.sort(np.concatenate(row)) for row in rows]
-
-
-def without_non_finite(batch: Batch, places: Sequence[Place]) -> tuple[Batch, list[bool]]:
-    """The batch with zeros in documents that hold a non-finite state, and for each sample whether it is finite."""
-    bad_BS = ~(batch.taps_BSLH.isfinite().all(-1) & batch.final_BSH.isfinite().all(-1))
-    if not bad_BS.any():
-        return batch, [True] * len(places)
-    # Gathered at each document's first column, and read from there by the whole document.
-    found_BS = torch.zeros_like(batch.starts_BS).scatter_reduce(1, batch.starts_BS, bad_BS.long(), "amax")
-    bad_BS = found_BS.gather(1, batch.starts_BS).bool()
-    rows, columns = zip(*places, strict=True)
-    finite: list[bool] = (~bad_BS[list(rows), list(columns)]).tolist()
-    clean = dataclasses.replace(
-        batch,
-        taps_BSLH=batch.taps_BSLH.masked_fill(bad_BS[..., None], 0),
-        final_BSH=batch.final_BSH.masked_fill(bad_BS[..., None], 0),
-    )
-    return clean, finite

@@ -20,7 +20,8 @@ from actors.zero import make_engine, whole_state
 from dspark.config import Settings
 from dspark.data.plan import Plan
 from dspark.training.objective import DraftObjective
-from dspark.training.share import make_share
+from dspark.training.ready import ready_shares
+from dspark.training.share import Share, make_share
 from tests.dspark.small import small_config, small_drafter, small_vocabulary
 from tests.dspark.training.shares import captured, settings_of
 
@@ -85,11 +86,15 @@ def steps_of(deal: Deal, rank: int) -> list[Step]:
 
     engine.step = recorded
     steps = []
-    for step in range(plan.steps):
-        first = step * ROWS + rank * share
+    clock = Clock()
+    firsts = (step * ROWS + rank * share for step in range(plan.steps))
+
+    def share_at(first: int) -> Share:
         table = captured(CONFIG, MASKS).slice(first, share)
-        own = make_share(table, range(first, first + share), plan, CONFIG, settings, engine.device)
-        optimizer_step(engine, settings, small_vocabulary(CONFIG), own, Clock())
+        return make_share(table, range(first, first + share), plan, CONFIG, settings)
+
+    for own in ready_shares(firsts, share_at, engine.device, settings.train.prefetch, clock.book):
+        optimizer_step(engine, settings, small_vocabulary(CONFIG), own, clock)
         steps.append(Step(dict(found), float(engine.get_global_grad_norm()), whole_state(engine)))
     return steps
 

@@ -45,14 +45,33 @@ def plain_chain(
             key_ND, value_ND = _key(layer, config, joined, row + step)
             keys.append(key_ND)
             values.append(value_ND)
-        x = state_H + _attend(layer, config, joined, row + step, torch.stack(keys), torch.stack(values))
-        y = norm(x, layer["post_attention_layernorm.weight"], config)
-        gate = y @ layer["mlp.gate_proj.weight"].T
-        state_H = x + (gate * gate.sigmoid() * (y @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
+        mixed_H = _attend(layer, config, joined, row + step, torch.stack(keys), torch.stack(values))
+        state_H = _after(layer, config, state_H, mixed_H)
         draft_V = norm(state_H, weights["norm.weight"], config) @ weights["lm_head.weight"].T
         target_V = final[row + 1 + step].double() @ weights["lm_head.weight"].detach().T
-        found.append(PlainStep(row, step, draft_V, target_V))
+        found.append(PlainStep(row, step, _capped(config, draft_V), _capped(config, target_V)))
     return found
+
+
+def _after(layer: Weights, config: Eagle3Config, state_H: Tensor, mixed_H: Tensor) -> Tensor:
+    """Both summands of the layer, which Gemma4 norms once more, and scales together."""
+    if config.form.name != "gemma4":
+        x = state_H + mixed_H
+        return x + _mlp(layer, config, norm(x, layer["post_attention_layernorm.weight"], config))
+    x = state_H + norm(mixed_H, layer["post_attention_layernorm.weight"], config)
+    y = _mlp(layer, config, norm(x, layer["pre_feedforward_layernorm.weight"], config))
+    return (x + norm(y, layer["post_feedforward_layernorm.weight"], config)) * layer["layer_scalar"]
+
+
+def _mlp(layer: Weights, config: Eagle3Config, x: Tensor) -> Tensor:
+    gate = x @ layer["mlp.gate_proj.weight"].T
+    gelu = torch.nn.functional.gelu(gate, approximate="tanh")
+    act = gelu if config.form.name == "gemma4" else gate * gate.sigmoid()
+    return (act * (x @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
+
+
+def _capped(config: Eagle3Config, logits: Tensor) -> Tensor:
+    return logits if config.soft_cap is None else config.soft_cap * (logits / config.soft_cap).tanh()
 
 
 def carries(mask: Sequence[int], row: int, step: int, alignment: str) -> bool:
@@ -94,7 +113,8 @@ def soft_cross_entropy(found: PlainStep, kept: Tensor | None) -> Tensor:
 
 
 def _join(layer: Weights, config: Eagle3Config, feature_H: Tensor, token: int) -> Tensor:
-    embedding = norm(layer["embed_tokens.weight"][token], layer["input_layernorm.weight"], config)
+    scaled = layer["embed_tokens.weight"][token] * config.embedding_scale
+    embedding = norm(scaled, layer["input_layernorm.weight"], config)
     return torch.cat((embedding, norm(feature_H, layer["hidden_norm.weight"], config)))
 
 
@@ -103,12 +123,17 @@ def _heads(layer: Weights, config: Eagle3Config, name: str, joined: Tensor) -> T
 
 
 def _turned(layer: Weights, config: Eagle3Config, name: str, joined: Tensor, position: int) -> Tensor:
-    heads = norm(_heads(layer, config, name, joined), layer[f"self_attn.{name}_norm.weight"], config)
+    heads = _heads(layer, config, name, joined)
+    if config.form.name != "llama":
+        heads = norm(heads, layer[f"self_attn.{name}_norm.weight"], config)
     return rotate(heads[None], position, config.rope["rope_theta"])[0]
 
 
 def _key(layer: Weights, config: Eagle3Config, joined: Tensor, position: int) -> tuple[Tensor, Tensor]:
-    return _turned(layer, config, "k", joined, position), _heads(layer, config, "v", joined)
+    values = _heads(layer, config, "k" if config.shared_kv else "v", joined)
+    if config.form.name == "gemma4":
+        values = norm(values, torch.ones(config.head_dim), config)
+    return _turned(layer, config, "k", joined, position), values
 
 
 def _attend(
@@ -117,6 +142,6 @@ def _attend(
     query_ND, mixed = _turned(layer, config, "q", joined, position), []
     for head in range(config.heads):
         group = head // (config.heads // config.kv_heads)
-        scores = keys[:, group] @ query_ND[head] / config.head_dim**0.5
+        scores = keys[:, group] @ query_ND[head] * (1.0 if config.form.name == "gemma4" else config.head_dim**-0.5)
         mixed.append(scores.softmax(0) @ values[:, group])
     return layer["self_attn.o_proj.weight"] @ torch.cat(mixed)

@@ -12,6 +12,7 @@ from torch import nn
 from dspark.model.config import DraftConfig, DSparkConfig, Eagle3Config
 from dspark.model.drafter import Drafter
 from dspark.model.eagle3 import Eagle3Drafter
+from dspark.model.families import GEMMA4_FORM, LLAMA_FORM
 from dspark.model.vocabulary import Vocabulary
 from dspark.training.batch import Batch
 from dspark.training.blocks import Blocks, make_blocks
@@ -43,6 +44,17 @@ SMALL_EAGLE3 = Eagle3Config(
     ttt_length=4,
     step_loss_decay=0.5,
 )
+# An epsilon so large that embeddings are seen to be scaled, although a norm stands behind them.
+_GEMMA4 = replace(
+    SMALL_EAGLE3, form=GEMMA4_FORM, activation="gelu_pytorch_tanh", embedding_scale=4.0, soft_cap=2.0, norm_eps=0.5
+)
+# Every form that an EAGLE-3 layer may have.
+EAGLE3_FORMS: dict[str, Eagle3Config] = {
+    "qwen3": SMALL_EAGLE3,
+    "llama": replace(SMALL_EAGLE3, form=LLAMA_FORM),
+    "gemma4": replace(_GEMMA4, kv_heads=1, shared_kv=True),
+    "gemma4_own_values": _GEMMA4,
+}
 # Every head that a drafter may have.
 HEADS: dict[str, dict[str, Any]] = {
     "vanilla": {"markov_head": "vanilla"},
@@ -77,13 +89,16 @@ def _shake(module: nn.Module, seed: int) -> None:
     for parameter in module.parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.3
         parameter.data = noise + (1 if parameter.ndim == 1 else 0)
+    for name, buffer in module.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.7)
 
 
 def small_vocabulary(config: DraftConfig, seed: int = 1) -> Vocabulary:
     """A random embedding and head."""
     generator = torch.Generator().manual_seed(seed)
     embedding, head = torch.randn(2, config.vocab, config.hidden, generator=generator)
-    return Vocabulary(embedding, head)
+    return Vocabulary(embedding, head, embedding_scale=config.embedding_scale, soft_cap=config.soft_cap)
 
 
 def small_batch(config: DraftConfig, masks: Sequence[Sequence[int]], seed: int = 2) -> Batch:

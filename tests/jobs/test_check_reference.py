@@ -60,7 +60,8 @@ def test_the_type_of_the_computation_is_an_option_and_its_bounds_are_printed() -
     result = CliRunner().invoke(app, ["check-reference", str(GOLDEN), "--dtype", "bf16"])
     assert result.exit_code == 0
     assert "2 cases, 0 beyond the tolerance (bf16" in result.output
-    assert "outputs 0.125, losses 0.0312, gradients 0.25 of" in result.output
+    assert "target logits 0.00977, draft logits 0.0938, confidence 0.133, losses 0.00586" in result.output
+    assert "gradients 0.141, behind the layers 0.0938 of the largest stored magnitude, for gradients" in result.output
 
 
 def test_cases_are_found_at_any_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

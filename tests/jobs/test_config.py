@@ -156,7 +156,7 @@ def test_a_kind_has_its_own_keys_and_a_dump_shows_no_others(preset: Path) -> Non
     settings = load_settings(preset, ["eagle3.ttt_length=5", "drafter.block=4"])
     assert (settings.eagle3.ttt_length, settings.eagle3.step_loss_decay, settings.drafter.block) == (5, 0.8, 4)
     values = settings.model_dump(mode="json")
-    assert "loss" not in values and not {"anchors", "pack_tokens"} & values["train"].keys()
+    assert "loss" not in values and "anchors" not in values["train"]
     assert values["drafter"].keys() == {"kind", "block", "taps", "family", "start_from", "vocab"}
     assert values["eagle3"]["ttt_length"] == 5
     preset.write_text(PRESET, encoding="utf-8")
@@ -182,7 +182,6 @@ def test_dumped_settings_of_eagle3_are_read_back_equal(preset: Path, tmp_path: P
         (EAGLE3, "drafter.init=random", "has no drafter.init"),
         (EAGLE3, "loss.l1=0.9", "has no loss"),
         (EAGLE3, "train.anchors=512", "has no train.anchors"),
-        (EAGLE3, "train.pack_tokens=null", "has no train.pack_tokens"),
         (EAGLE3, "eagle3.step_loss_decay=0", "eagle3.step_loss_decay: found 0"),
         (EAGLE3, "drafter.kind=medusa", "drafter.kind: found"),
     ],

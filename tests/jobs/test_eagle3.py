@@ -25,7 +25,9 @@ def eagle3_preset(folder: Path, target: Path) -> Path:
     values["drafter"] = {"kind": "eagle3", "block": 3, "taps": [0, 2, 4], "vocab": 200}
     values["eagle3"] = {"ttt_length": 4}
     del values["train"]["anchors"]
-    values["train"] |= {"workers": 2, "zero_stage": 3, "max_steps": 6}
+    # Two rows a rank, packed into one.
+    packed = {"global_batch": 4, "micro_batch": 2, "pack_tokens": 256}
+    values["train"] |= {"workers": 2, "zero_stage": 3, "max_steps": 6, "lr": 1e-2, **packed}
     path.write_text(yaml.safe_dump(values))
     return path
 

@@ -4,6 +4,7 @@ import base64
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ from dspark.errors import InputError
 from dspark.evaluation.model_card import Licences
 from dspark.learning import DrafterSettings
 from dspark.model.checkpoints import save_drafter
-from dspark.model.config import draft_config
+from dspark.model.config import DraftConfig, Eagle3Config, draft_config
 from dspark.model.drafter import new_drafter
+from dspark.model.eagle3 import new_eagle3_drafter
+from dspark.model.families import LLAMA_FORM, QWEN3_FORM, Form
 from dspark.sections import TargetSettings
 from dspark.target import load_config, load_vocabulary
 from jobs.cli import app
 from jobs.export import export
-from tests.dspark.folders import edited, save_eagle3
+from tests.dspark.folders import edited
 from tests.tiny import MASK_ID
 
 
@@ -80,17 +83,32 @@ def test_the_target_is_named_by_the_checkpoint_or_by_the_user(tmp_path: Path, ti
         assert named == {"name_or_path": str(tiny_target), "architectures": ["LlamaForCausalLM"]}
 
 
-def test_an_eagle3_drafter_is_exported_in_the_published_layout_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("name", "form"), [("speculators", QWEN3_FORM), ("specforge", LLAMA_FORM)])
+def test_an_eagle3_drafter_goes_to_the_engines_layouts_and_back_with_its_target(
+    tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str], name: str, form: Form
 ) -> None:
-    source = save_eagle3(tmp_path / "source")
-    with pytest.raises(InputError, match="the layout speculators holds drafters of the kind dspark alone"):
-        write(source, tmp_path / "out", "speculators")
-    assert not (tmp_path / "out").exists()
-    out = write(source, tmp_path / "out", "deepspec")
-    assert same(out, source)
-    assert "EAGLE-3, block 3" in " ".join(capsys.readouterr().out.split())
-    assert "EAGLE-3" in (out / "README.md").read_text()
+    settings = TargetSettings(model=str(tiny_target))
+    target, vocabulary = load_config(settings), load_vocabulary(settings, torch.device("cpu"), torch.bfloat16)
+    shape = DrafterSettings.model_validate({"block": 4, "taps": (0, 2, 4), "mask_token_id": MASK_ID, "vocab": 100})
+    sizes = {field.name: getattr(draft_config(target, shape), field.name) for field in fields(DraftConfig)}
+    config = Eagle3Config(
+        **sizes | {"layers": 1, "form": form}, target_name=str(tiny_target), ttt_length=5, step_loss_decay=0.8
+    )
+    state = new_eagle3_drafter(config, 0, torch.arange(100) + 10).state_dict()
+    source = tmp_path / "source"
+    save_drafter(source, state, config, vocabulary, target, None, torch.bfloat16, {})
+    there = write(source, tmp_path / "there", name, target=str(tiny_target))
+    assert "EAGLE-3, block 4" in " ".join(capsys.readouterr().out.split())
+    card = (there / "README.md").read_text()
+    assert "kind EAGLE-3" in card and f"`{name}` layout" in card
+    assert ("no embedding: the engine takes" in card) == (name == "specforge")
+    again = write(there, tmp_path / "again", name, target=str(tiny_target))
+    assert same(again, there)
+    if form == LLAMA_FORM:
+        with pytest.raises(InputError, match=r"the layout deepspec cannot express this drafter: .*Llama form"):
+            write(there, tmp_path / "back", "deepspec", target=str(tiny_target))
+    else:
+        assert same(write(there, tmp_path / "back", "deepspec", target=str(tiny_target)), source)
 
 
 def test_another_target_is_refused(tmp_path: Path, tiny_target: Path) -> None:

@@ -20,8 +20,10 @@ from dspark.model.config import draft_config
 from dspark.model.drafter import new_drafter
 from dspark.quickstart import dense_folder
 from dspark.sections import TargetSettings
-from dspark.target import load_target
+from dspark.target import load_target, load_whole_config
 from jobs.generate import Characters, generate, show, summary
+from tests.dspark.decoding.decoders import random_eagle3
+from tests.dspark.folders import convert
 from tests.tiny import MASK_ID, tiny_target_folder, tiny_tokenizer
 
 
@@ -57,6 +59,37 @@ def test_the_answer_is_printed_as_plain_text_with_a_summary(
         r"round: accepted drafts \+ 1, .*\)",
         last,
     )
+
+
+@pytest.mark.parametrize("layout", ["speculators", "specforge"])
+def test_a_drafter_in_the_layout_of_an_engine_gives_the_same_answer(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], layout: str
+) -> None:
+    checkpoint, folder = folders
+    answers = []
+    for drafter in (checkpoint, convert(checkpoint, checkpoint.with_name("exported"), layout)):
+        generate(drafter, str(folder), "Hi", max_new_tokens=20, temperature=1.0, seed=1, dtype="fp32")
+        answers.append(re.sub(r"[\d.]+ tokens/s", "", capsys.readouterr().out))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(("family", "form"), [("llama", "llama"), ("gemma4", None)])
+def test_an_eagle3_drafter_of_any_form_answers_as_its_target_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, form: Any
+) -> None:
+    folder = tiny_target_folder(tmp_path / "target", family)
+    target = load_target(TargetSettings(model=str(folder), dtype="fp32"))
+    drafter = random_eagle3(target, family=form)
+    state, config = drafter.state_dict(), drafter.config
+    whole = load_whole_config(TargetSettings(model=str(folder)))
+    save_drafter(tmp_path / "drafter", state, config, target.vocabulary, whole, None, torch.float32, {})
+    capsys.readouterr()  # what libraries say when they are first imported
+    generate(tmp_path / "drafter", str(folder), "Hi", max_new_tokens=12, temperature=0.0, seed=1, dtype="fp32")
+    answer, last = capsys.readouterr().out.rstrip("\n").rsplit("\n", 1)
+    prompt = Renderer(target.tokenizer, 512, None).prompt([Message("user", "Hi")])
+    (wanted,) = Engine(target, None, 1, 512).generate([Request("generate", tuple(prompt), 12, Sampling())])
+    assert answer == target.tokenizer.decode(list(wanted.tokens), skip_special_tokens=True)
+    assert last.startswith(f"{len(wanted.tokens)} tokens, ")
 
 
 def stream_of(tokens: Sequence[int], drafted: Sequence[bool]) -> Any:

@@ -40,7 +40,7 @@ def settings_of(name: str) -> Settings:
 
 def test_every_preset_loads_and_is_known_here() -> None:
     names = {file.stem for file in PRESETS.glob("*.yaml")}
-    assert names >= {f"{target}_{kind}" for target in PUBLISHED for kind in KINDS}
+    assert names >= {f"{target}_{kind}" for target in PUBLISHED for kind in (*KINDS, "eagle3")}
     for name in names:
         assert settings_of(name).name.replace("-", "_").startswith(name.replace("-", "_"))
 
@@ -67,7 +67,7 @@ def test_targets_differ_in_model_taps_and_mask_token_alone(kind: str) -> None:
     assert all({key for key in first if first[key] != other[key]} <= allowed for other in others)
 
 
-@pytest.mark.parametrize("target", ["qwen3_4b", "qwen3_8b", "qwen3_14b"])
+@pytest.mark.parametrize("target", PUBLISHED)
 def test_eagle3_differs_from_dspark_in_its_drafter_and_seed_alone(target: str) -> None:
     eagle3, dspark = (dotted(settings_of(f"{target}_{kind}").model_dump()) for kind in ("eagle3", "dspark"))
     assert {key for key in eagle3 if key not in dspark or eagle3[key] != dspark[key]} == {

@@ -41,11 +41,15 @@ def dropped(read: Conversations) -> list[tuple[int, str]]:
     return [(row.row, row.reason) for row in read.dropped]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "nested.json", "a.parquet"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "nested.json", "a.parquet", "a.parquet.gz"]
+)
 def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    if name == "a.parquet":
+    if "parquet" in name:
         pq.write_table(pa.Table.from_pylist([HELLO | {"conversations": None}, {"messages": None} | BYE]), path)
+        if name.endswith(".gz"):
+            path.write_bytes(gzip.compress(path.read_bytes()))
     else:
         data: Any = {"version": 1, "data": [HELLO, BYE]} if name == "nested.json" else [HELLO, BYE]
         text = lines(HELLO, BYE) if "jsonl" in name else json.dumps(data).encode()
@@ -68,6 +72,35 @@ def test_a_row_says_whether_a_token_limit_cut_its_last_answer(tmp_path: Path, na
     else:
         (tmp_path / name).write_bytes(lines(*rows))
     assert [row.finished for row in read(tmp_path / name).rows] == [False, True, True]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_tool_calls_and_definitions_are_read_as_templates_take_them(tmp_path: Path, name: str) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": null}'}}
+    rows: list[dict[str, Any]] = [
+        {
+            "messages": [
+                {"role": "user", "content": "1?"},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "content": "2", "tool_call_id": "c1"},
+                {"role": "assistant", "content": "two", "reasoning_content": "so", "train": False},
+            ],
+            "tools": json.dumps([{"type": "function", "function": {"name": "add"}}]),
+        }
+    ]
+    if name == "a.parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(lines(*rows))
+    row = read(tmp_path / name, allowed=0.0).rows[0]
+    assert row.tools == ({"type": "function", "function": {"name": "add"}},)
+    typed = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+    assert row.messages == (
+        Message("user", "1?"),
+        Message("assistant", "", {"tool_calls": [typed]}),
+        Message("tool", "2", {"tool_call_id": "c1"}),
+        Message("assistant", "two", {"reasoning_content": "so"}, supervised=False),
+    )
 
 
 def test_a_folder_is_read_in_name_order_and_its_row_numbers_run_on(tmp_path: Path) -> None:
@@ -164,8 +197,18 @@ def test_a_role_alias_to_an_unknown_role_is_refused(tmp_path: Path) -> None:
             "a message's content holds a part that is not text: 'image'",
         ),
         (
-            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]},
-            "a message holds tool_calls, which is not rendered: put what it says into the content",
+            {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+            "a message holds function_call, which no template prints: write it as tool_calls",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "the arguments of a tool call are not valid JSON",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "a tool call names no function"),
+        ({"messages": [{"role": "user", "content": "q"}], "tools": "[1]"}, "tools is a list, not a list of objects"),
+        (
+            {"messages": [{"role": "user", "content": "q"}], "tools": {"f": {}}},
+            "tools is an object, not a list of objects",
         ),
         ({"turns": ["\ud800"]}, "the text holds half of a surrogate pair, which no tokenizer can read"),
         ({"turns": ["a"], "domain": ["x"]}, "domain is a list, not a text"),

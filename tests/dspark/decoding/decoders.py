@@ -1,7 +1,7 @@
 """Tiny targets, drafters and requests that the tests of the decoding engine share."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dspark.config import Settings
 from dspark.decoding.engine import Engine, Generation, Request, Sampling
 from dspark.decoding.sampling import Place, Sampler, distribution
 from dspark.learning import DrafterSettings, Eagle3Settings, LossSettings
-from dspark.model.config import DraftConfig, Eagle3Config, draft_config
+from dspark.model.config import Eagle3Config, draft_config, drafter_config
 from dspark.model.drafter import Drafter, new_drafter
 from dspark.model.eagle3 import Eagle3Drafter, new_eagle3_drafter
 from dspark.model.vocabulary import Vocabulary
-from dspark.sections import TargetSettings
+from dspark.sections import DataSettings, TargetSettings
 from dspark.target import Target, load_target
 from dspark.training.batch import Batch
 from dspark.training.blocks import make_blocks
@@ -71,12 +72,23 @@ def random_drafter(target: Target, head: str, taps: tuple[int, ...] = TAPS, mask
     return drafter.eval()
 
 
-def random_eagle3(target: Target, taps: tuple[int, ...] = TAPS, reduced: bool = False) -> Eagle3Drafter:
+def random_eagle3(
+    target: Target, taps: tuple[int, ...] = TAPS, reduced: bool = False, family: Any = None
+) -> Eagle3Drafter:
     """Untrained, its weights as wide as those of `random_drafter`."""
-    blocks = random_drafter(target, "reduced" if reduced else "none", taps, target.vocab_size - 1)
-    sizes = {field.name: getattr(blocks.config, field.name) for field in fields(DraftConfig)} | {"layers": 1}
-    config = Eagle3Config(**sizes, target_name="tiny", ttt_length=BLOCK, step_loss_decay=0.8)
-    drafter = new_eagle3_drafter(config, seed=1, kept=blocks.kept)
+    kept = torch.arange(target.vocab_size)[torch.arange(target.vocab_size) % 3 != 1] if reduced else None
+    settings = Settings(
+        name="tiny",
+        target=TargetSettings(model="tiny"),
+        data=DataSettings(conversations=Path("none"), held_out=Path("none")),
+        drafter=DrafterSettings(
+            kind="eagle3", block=BLOCK, taps=taps, family=family, vocab=None if kept is None else len(kept)
+        ),
+        eagle3=Eagle3Settings(ttt_length=BLOCK),
+    )
+    config = drafter_config(target.config, settings)
+    assert isinstance(config, Eagle3Config)
+    drafter = new_eagle3_drafter(config, seed=1, kept=kept)
     generator = torch.Generator().manual_seed(2)
     for parameter in drafter.parameters():
         if parameter.ndim == 2:
@@ -188,6 +200,18 @@ class Recorder(Sampler):
         tokens_R = super().choose(logits_RD, slot, vocabulary)
         self.rounds[-1].append((logits_RD.clone(), tokens_R))
         return tokens_R
+
+
+@dataclass
+class Reader(Sampler):
+    """Chooses a text's own tokens, and remembers the logits that it was shown."""
+
+    text: list[int]
+    shown: list[Tensor]
+
+    def choose(self, logits_RD: Tensor, slot: int, vocabulary: Vocabulary) -> Tensor:
+        self.shown.append(logits_RD)
+        return torch.tensor([self.text[slot]])
 
 
 @torch.inference_mode()

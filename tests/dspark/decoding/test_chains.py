@@ -26,20 +26,23 @@ from tests.dspark.decoding.decoders import (
 )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_greedy_texts_are_those_of_a_loop_without_caches_for_every_batch(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("llama", None), ("llama", "llama"), ("qwen3", None), ("gemma4_unified", None)],
+)
+def test_greedy_texts_are_those_of_a_loop_without_caches_for_every_batch(family: str, form: str | None) -> None:
     target = tiny_target(family)
     asked = requests(target, 5, 8)
     wanted = [without_cache(target, request) for request in asked]
     for batch in (1, 3):
-        found = Engine(target, random_eagle3(target), batch, 64).generate(asked)
+        found = Engine(target, random_eagle3(target, family=form), batch, 64).generate(asked)
         assert [one.tokens for one in found] == wanted
         assert {round.confidences for one in found for round in one.rounds} == {()}
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-def test_greedy_texts_stay_plain_where_chance_accepts_many_drafts(reduced: bool) -> None:
-    target = small_vocabulary_target(6)
+@pytest.mark.parametrize(("family", "reduced"), [("llama", False), ("llama", True), ("gemma4_text", True)])
+def test_greedy_texts_stay_plain_where_chance_accepts_many_drafts(family: str, reduced: bool) -> None:
+    target = small_vocabulary_target(6, family)
     asked = requests(target, 7, 14)
     wanted = [one.tokens for one in Engine(target, None, 1, 80).generate(asked)]
     for batch in (1, 3):

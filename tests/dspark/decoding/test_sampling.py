@@ -53,16 +53,37 @@ def test_top_p_counts_the_mass_that_top_k_left() -> None:
     assert close(distribution(logits, Sampling(temperature=1, top_k=2, top_p=0.58)), [4 / 7, 3 / 7, 0, 0])
 
 
+def test_min_p_keeps_what_reaches_its_share_of_the_likeliest_token() -> None:
+    logits = tensor([0.1, 0.5, 0.3, 0.1]).log()
+    assert close(distribution(logits, Sampling(temperature=1, min_p=0.59)), [0, 0.625, 0.375, 0])
+    assert close(distribution(logits, Sampling(temperature=1, min_p=0.61)), [0, 1, 0, 0])
+    assert close(distribution(tensor([1.0, 1.0, 0.0]), Sampling(temperature=1, min_p=1.0)), [0.5, 0.5, 0])
+
+
+def test_min_p_comes_last_so_top_p_counts_the_tokens_that_it_leaves_out() -> None:
+    logits = tensor([0.5, 0.3, 0.1, 0.1]).log()
+    # Of the three tokens that reach 0.85, the third has less than 0.3 of the first one's 0.5.
+    assert close(distribution(logits, Sampling(temperature=1, top_p=0.85, min_p=0.3)), [0.625, 0.375, 0, 0])
+
+
+def test_rows_that_differ_in_min_p_alone_are_drawn_by_their_own_rule() -> None:
+    logits = tensor([0.5, 0.3, 0.2]).log().expand(200, 1, 3)
+    rules = [Sampling(temperature=1, min_p=0.9 * (row % 2)) for row in range(200)]
+    tokens = Sampler(places(rules), CPU).judge(logits, torch.empty(200, 0, dtype=torch.int64), [0] * 200).following
+    assert set(tokens[1::2].tolist()) == {0} and set(tokens[::2].tolist()) == {0, 1, 2}
+
+
 @given(
     logits=st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=8),
     temperature=st.sampled_from([0.0, 0.1, 1.0, 3.0]),
     top_k=st.integers(0, 10),
     top_p=st.sampled_from([0.05, 0.5, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
 )
 def test_every_rule_gives_a_distribution_on_likeliest_tokens(
-    logits: list[float], temperature: float, top_k: int, top_p: float
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    probs = distribution(tensor(logits).bfloat16(), Sampling(temperature, top_k, top_p))
+    probs = distribution(tensor(logits).bfloat16(), Sampling(temperature, top_k, top_p, min_p=min_p))
     assert probs.dtype == torch.float32 and probs.shape == (len(logits),)
     assert abs(probs.sum() - 1) < 1e-5 and probs.min() >= 0
     kept, left_out = tensor(logits).bfloat16()[probs > 0], tensor(logits).bfloat16()[probs == 0]
@@ -71,7 +92,16 @@ def test_every_rule_gives_a_distribution_on_likeliest_tokens(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}]
+    "wrong",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+    ],
 )
 def test_rules_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):

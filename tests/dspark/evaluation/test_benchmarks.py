@@ -12,7 +12,7 @@ from dspark.evaluation.benchmarks import BENCHMARKS, benchmark_prompts, held_out
 
 def conversation(name: str, domain: str | None, *turns: str) -> Conversation:
     """Turns as "role text"."""
-    messages = tuple(Message(*turn.split(" ", 1)) for turn in turns)
+    messages = tuple(Message(role, content) for role, _, content in (turn.partition(" ") for turn in turns))
     return Conversation(name, messages, domain, row=1)
 
 

@@ -19,11 +19,11 @@ FACTS = {
     "seed": 3,
     "loss": {"ce": 0.1, "gamma": None},
 }
-BARE = CardData("drafter", "specforge", "bfloat16", small_config(), False, {}, Licences(), None, None)
+BARE = CardData("drafter", "specforge", "bfloat16", small_config(), "none", {}, Licences(), None, None)
 FULL = replace(
     BARE,
     layout="deepspec",
-    holds_vocabulary=True,
+    vocabulary="whole",
     facts=FACTS,
     licences=Licences("apache-2.0", "mit", "cc-by-4.0"),
     settings={"name": "tiny", "seed": 3, "output": "/home/someone/runs", "data": {"held_out": "/home/someone/h.jsonl"}},

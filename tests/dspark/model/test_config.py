@@ -10,7 +10,7 @@ from dspark.config import Settings
 from dspark.errors import InputError
 from dspark.learning import DrafterSettings, Eagle3Settings
 from dspark.model.config import DSparkConfig, Eagle3Config, check_mask_token, draft_config, drafter_config
-from dspark.model.families import QWEN3_FORM
+from dspark.model.families import GEMMA4_FORM, LLAMA_FORM, QWEN3_FORM
 from dspark.sections import DataSettings, TargetSettings
 
 
@@ -111,13 +111,17 @@ def test_an_eagle3_layer_has_the_sizes_of_its_target_and_the_qwen3_form(of: PreT
     assert (found.ttt_length, found.step_loss_decay) == (3, 0.8)
 
 
-def test_an_eagle3_layer_of_another_form_is_refused() -> None:
+def test_an_eagle3_layer_has_the_form_of_its_family_or_the_one_that_is_named() -> None:
     llama = LlamaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=6)
-    with pytest.raises(InputError, match=r"drafter\.kind=eagle3 .*the form llama: set drafter\.family=qwen3"):
-        drafter_config(llama, eagle3_settings(family="llama"))
-    gemma4 = Gemma4TextConfig(vocab_size=100, num_hidden_layers=6, hidden_size_per_layer_input=0)
+    assert drafter_config(llama, eagle3_settings(family="llama")).form == LLAMA_FORM
+    sizes: dict[str, Any] = {
+        "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "global_head_dim": 16,
+        "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 5.0,
+    }  # fmt: skip
+    gemma4 = Gemma4TextConfig(**sizes, hidden_size_per_layer_input=0)
     for family in (None, "gemma4"):
-        with pytest.raises(InputError, match=r"drafter\.kind=eagle3 .*the form gemma4: set drafter\.kind=dspark"):
-            drafter_config(gemma4, eagle3_settings(family=family))
+        found = drafter_config(gemma4, eagle3_settings(family=family))
+        assert (found.form, found.kv_heads, found.head_dim, found.shared_kv) == (GEMMA4_FORM, 1, 16, True)
+        assert (found.soft_cap, found.embedding_scale, found.layers) == (5.0, 32**0.5, 1)
     with pytest.raises(InputError, match=r"drafter\.family=gemma4 does not fit a target of the family qwen3"):
         drafter_config(target(), eagle3_settings(family="gemma4"))

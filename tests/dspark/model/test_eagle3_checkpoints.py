@@ -86,13 +86,13 @@ def test_the_keys_are_the_published_ones_beside_the_target_s_own(tmp_path: Path)
     assert values["architectures"] == ["Qwen3Eagle3Model"]
     wanted = {
         "target_layer_ids": [-1, 2], "ttt_length": 4, "step_loss_decay": 0.5, "draft_num_hidden_layers": 1,
-        "target_model_name_or_path": "small", "block_size": 3, "num_hidden_layers": 6, "vocab_size": 30,
-        "tie_word_embeddings": False, "dtype": "float32", "rope_theta": 10000.0,
+        "target_model_name_or_path": "small", "block_size": 3, "num_hidden_layers": 1, "num_target_layers": 6,
+        "vocab_size": 30, "tie_word_embeddings": False, "dtype": "float32", "rope_theta": 10000.0,
     }  # fmt: skip
     assert {key: values[key] for key in wanted} == wanted
     assert not {"mask_token_id", "num_anchors", "markov_rank", "enable_confidence_head"} & values.keys()
     read = AutoConfig.from_pretrained(tmp_path / "drafter")
-    assert (read.model_type, read.num_hidden_layers, read.ttt_length) == ("qwen3", 6, 4)
+    assert (read.model_type, read.num_hidden_layers, read.ttt_length) == ("qwen3", 1, 4)
 
 
 def test_a_file_that_does_not_say_how_much_a_round_drafts_drafts_what_was_trained(tmp_path: Path) -> None:
@@ -124,6 +124,7 @@ def test_missing_unexpected_and_misshapen_tensors_are_named_at_once(tmp_path: Pa
     ("key", "value"),
     [
         ("draft_num_hidden_layers", 2),
+        ("num_hidden_layers", 6),
         ("ttt_length", 0),
         ("step_loss_decay", 1.5),
         ("target_layer_ids", [5]),

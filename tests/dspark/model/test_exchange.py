@@ -14,7 +14,7 @@ from dspark.errors import InputError
 from dspark.model.config import DSparkConfig
 from dspark.model.exchange import check_expressible, read_checkpoint, with_vocabulary, write_checkpoint
 from dspark.model.vocabulary import Vocabulary
-from tests.dspark.folders import FACTS, assert_equal, convert, edited, save, save_eagle3, tensors_of, values_of
+from tests.dspark.folders import FACTS, assert_equal, convert, edited, save, tensors_of, values_of
 from tests.dspark.small import small_config, small_vocabulary
 
 GOLDEN = Path("tests/golden")
@@ -162,16 +162,6 @@ def test_what_a_layout_or_its_engine_cannot_express_is_refused(
     with pytest.raises(InputError, match=f"the layout {name} cannot express this drafter: .*{named}"):
         check_expressible(found, name)
     check_expressible(found, "deepspec")
-
-
-@pytest.mark.parametrize("name", ["speculators", "specforge"])
-def test_an_eagle3_drafter_has_no_other_layout_than_the_published_one(tmp_path: Path, name: str) -> None:
-    source = save_eagle3(tmp_path / "source")
-    with pytest.raises(InputError, match=f"the layout {name} holds drafters of the kind dspark alone.*deepspec"):
-        convert(source, tmp_path / "out", name)
-    out = convert(source, tmp_path / "out", "deepspec")
-    assert_equal(tensors_of(out), tensors_of(source))
-    assert values_of(out) == values_of(source)
 
 
 LAYER = [

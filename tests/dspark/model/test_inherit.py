@@ -86,6 +86,8 @@ def test_the_block_and_the_type_of_the_weights_may_differ(tmp_path: Path) -> Non
         ({"norm_eps": 1e-5}, "the target's norm epsilon is 1e-05"),
         ({"rope": {"rope_type": "default", "rope_theta": 5.0}}, "the target's rotary parameters"),
         ({"activation": "gelu"}, "the target's activation is gelu"),
+        ({"shared_kv": True}, "the target's use of keys as values is True"),
+        ({"soft_cap": 30.0}, "the target's soft cap is 30.0"),
         ({"markov_rank": 4}, r"drafter\.markov_rank is 4, the checkpoint has 5"),
         ({"markov_rank": 0, "confidence_with_markov": False}, r"drafter\.markov_rank is 0, the checkpoint has 5"),
         ({"markov_head": "gated"}, r"drafter\.markov_head is gated, the checkpoint has vanilla"),

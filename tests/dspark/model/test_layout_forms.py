@@ -153,6 +153,8 @@ def test_a_published_gemma4_12b_drafter_is_read() -> None:
     ("key", "value"),
     [
         ("model_type", "gemma4_unified_text"),
+        ("target_model_type", None),
+        ("target_text_model_type", None),
         ("hidden_activation", "nothing"),
         ("hidden_size_per_layer_input", 256),
         ("enable_moe_block", True),

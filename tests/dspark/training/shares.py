@@ -13,8 +13,8 @@ from dspark.config import Settings
 from dspark.data.captures import Origin, encode
 from dspark.data.plan import Plan
 from dspark.data.render import Sample
-from dspark.learning import DrafterSettings, LossSettings, TrainSettings
-from dspark.model.config import DraftConfig, DSparkConfig
+from dspark.learning import DrafterSettings, Eagle3Settings, LossSettings, TrainSettings
+from dspark.model.config import DraftConfig, DSparkConfig, Eagle3Config
 from dspark.sections import DataSettings, TargetSettings
 from dspark.training.share import Share, make_share
 
@@ -59,8 +59,20 @@ def settings_of(config: DSparkConfig, loss: LossSettings | None = None, max_leng
     )
 
 
+def chain_settings_of(config: Eagle3Config, chains: Eagle3Settings, **train: Any) -> Settings:
+    """Settings for an EAGLE-3 drafter of this form; `train` are keys of that section."""
+    return Settings(
+        name="small",
+        target=TargetSettings(model="none", dtype="fp32"),
+        data=DataSettings(conversations=Path("none"), held_out=Path("none"), max_length=16),
+        drafter=DrafterSettings(kind="eagle3", block=config.block, taps=config.taps),
+        eagle3=chains,
+        train=TrainSettings(**{"precision": "fp32", **train}),
+    )
+
+
 def share_of(table: pa.Table, config: DraftConfig, settings: Settings, counted: Sequence[bool] | None = None) -> Share:
     """One rank's share that holds the whole table, all of it of epoch 0."""
     rows = table.num_rows
     plan = Plan(tuple(range(rows)), tuple(counted or [True] * rows), (0,) * rows, rows)
-    return make_share(table, range(rows), plan, config, settings, torch.device("cpu"))
+    return make_share(table, range(rows), plan, config, settings)

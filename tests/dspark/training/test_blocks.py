@@ -131,3 +131,26 @@ def test_visibility_is_the_prefix_below_the_anchor_and_the_own_block(anchors: li
             slots = [column // size == block for column in range(width * size)]
             assert visible[row, 0, query].tolist() == context + slots
     assert visible.any(-1).all()  # no softmax is empty
+
+
+def test_used_slots_are_listed_by_the_column_that_they_need_of_the_target() -> None:
+    """Rows of four columns, two blocks of two slots: the blocks of row 1 are one with a single label, and a dummy."""
+    ids = torch.arange(8).view(2, 4)
+    blocks = make_blocks(ids, torch.ones(2, 4), positions([0, 1], [2]), 2, None)
+    assert blocks.valid_BAK.tolist() == [[[True, True], [True, True]], [[True, False], [False, False]]]
+    # Column 0 and 1 of block 0, 1 and 2 of block 1; column 2 of row 1 is number 6.
+    assert blocks.used.index_N.tolist() == [0, 1, 2, 3, 4]
+    assert blocks.used.place_P.tolist() == [0, 1, 2, 6]
+    assert blocks.used.row_N.tolist() == [0, 1, 1, 2, 3]
+    assert blocks.used.first_P.tolist() == [0, 1, 3, 4]
+    assert blocks.used.counts == (1, 2, 1, 1)
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=6, max_size=6), min_size=1, max_size=3), st.integers(1, 4))
+def test_used_slots_are_those_of_the_mask(in_loss: list[list[int]], size: int) -> None:
+    anchors = positions(*(candidates(mask) for mask in in_loss))
+    blocks = make_blocks(torch.zeros(len(in_loss), 6, dtype=torch.long), tensor(in_loss), anchors, size, 4.0)
+    used, columns_BAK = blocks.used, torch.arange(len(in_loss))[:, None, None] * 6 + blocks.columns_BAK
+    assert sorted(used.index_N.tolist()) == blocks.valid_BAK.flatten().nonzero().flatten().tolist()
+    assert torch.equal(used.place_P[used.row_N], columns_BAK.flatten()[used.index_N])
+    assert used.row_N.tolist() == [row for row, count in enumerate(used.counts) for _ in range(count)]

@@ -77,3 +77,12 @@ def test_every_mask_of_six_tokens_is_read_by_the_words_of_the_rule(alignment: st
         }
         # What decoding asks for is measured under either rule.
         assert used == {(row, step) for row in range(6) for step in range(3) if carries(mask, row, step, "aligned")}
+
+
+def test_what_is_trained_or_measured_is_listed_on_the_host() -> None:
+    _, chains = chains_of([[0, 0, 1, 1, 1, 0], [0, 1, 1]], mask_alignment="published")
+    used_BAK = (chains.weights_BAK > 0) | chains.valid_BAK
+    assert used_BAK[0].tolist() != chains.valid_BAK[0].tolist()
+    assert sorted(chains.used.index_N.tolist()) == used_BAK.flatten().nonzero().flatten().tolist()
+    columns_BAK = torch.arange(2)[:, None, None] * 6 + chains.columns_BAK
+    assert torch.equal(chains.used.place_P[chains.used.row_N], columns_BAK.flatten()[chains.used.index_N])

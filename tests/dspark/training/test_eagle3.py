@@ -18,7 +18,7 @@ from dspark.training.means import add_means, stack_means, values_of
 from dspark.training.objective import Objective
 from tests.dspark.plain import weights_of
 from tests.dspark.plain_eagle3 import PlainStep, carries, plain_chain, plain_loss
-from tests.dspark.small import SMALL_EAGLE3, small_batch, small_eagle3, small_vocabulary
+from tests.dspark.small import EAGLE3_FORMS, SMALL_EAGLE3, small_batch, small_eagle3, small_vocabulary
 
 MASKS = [[0, 1, 1, 1, 1, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [1, 0, 1, 0]]
 KEPT = torch.arange(0, 30, 2)
@@ -49,10 +49,15 @@ def values(objective: Objective) -> dict[str, float]:
 
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize(
-    "changes", [{}, {"mask_alignment": "published"}, {"normaliser": "published"}], ids=["default", "mask", "normaliser"]
+    ("form", "changes"),
+    [
+        *((form, {}) for form in EAGLE3_FORMS),
+        *(("qwen3", {key: "published"}) for key in ("mask_alignment", "normaliser")),
+    ],
 )
-def test_loss_and_gradients_equal_the_plain_steps_in_float64(changes: dict[str, Any], reduced: bool) -> None:
-    config = replace(SMALL_EAGLE3, draft_vocab=len(KEPT)) if reduced else SMALL_EAGLE3
+def test_loss_and_gradients_equal_the_plain_steps_in_float64(form: str, changes: dict[str, Any], reduced: bool) -> None:
+    config = EAGLE3_FORMS[form]
+    config = replace(config, draft_vocab=len(KEPT)) if reduced else config
     settings = Eagle3Settings(ttt_length=4, step_loss_decay=0.5, **changes)
     module, vocabulary, batch, chains = case(config, settings)
     weights = {
@@ -101,7 +106,7 @@ def test_acceptance_is_that_of_the_whole_target_over_the_steps_that_a_round_draf
     rounds = plain_accepts(module, vocabulary, batch, KEPT if reduced else torch.arange(30))
     for step in range(4):
         at_step = [one[step] for one in rounds if len(one) > step]
-        assert found[f"accept_rate_{step}"] == pytest.approx(np.mean(at_step), rel=1e-5)
+        assert found[f"accept_rate_{step}"] == pytest.approx(np.mean(at_step), abs=3e-7)
     # A round drafts three tokens; the fourth step is trained, and no round gets so far.
     tau = np.mean([1 + np.cumprod(one[:3]).sum() for one in rounds])
     assert found["tau_probabilistic"] == pytest.approx(tau, rel=1e-5)
@@ -138,7 +143,8 @@ def test_rows_weigh_the_same_however_they_are_dealt_to_micro_batches() -> None:
     total = torch.stack([part.loss for part in parts]).sum()
     assert total.item() == pytest.approx(whole.loss.item(), rel=1e-5)
     sums = add_means([part.means for part in parts])
-    torch.testing.assert_close(stack_means(sums), stack_means({name: whole.means[name] for name in sums}))
+    expected_means = stack_means({name: whole.means[name] for name in sums})
+    torch.testing.assert_close(stack_means(sums), expected_means, rtol=1e-5, atol=1e-5)
     expected = gradients(module, whole.loss)
     for name, gradient in gradients(module, total).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)

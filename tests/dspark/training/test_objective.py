@@ -89,7 +89,9 @@ def test_acceptance_metrics_of_two_blocks_of_two_slots() -> None:
     blocks = small_blocks(config, batch, positions([0, 2]))
     assert blocks.valid_BAK.tolist() == [[[True, True], [True, False]]]
 
-    means = acceptance_means(blocks.valid_BAK, tensor([0.5, 0.4, 0.8]), tensor([True, False, True]))
+    means = acceptance_means(
+        blocks.valid_BAK, tensor([[[0.5, 0.4], [0.8, 0]]]), tensor([[[True, False], [True, False]]])
+    )
 
     assert values_of(list(means), stack_means(means)) == pytest.approx(
         {
@@ -108,7 +110,7 @@ def test_confidence_metrics_of_two_blocks_of_two_slots() -> None:
     blocks = small_blocks(config, batch, positions([0, 2]), gamma=None)
     says = tensor([[[0.9, 0.5], [0.6, 0.99]]])
 
-    means = confidence_means(blocks, says.logit(), tensor([0.5, 0.4, 0.8]))
+    means = confidence_means(blocks, says.logit(), tensor([[[0.5, 0.4], [0.8, 0]]]))
 
     assert values_of(list(means), stack_means(means)) == pytest.approx(
         {
@@ -127,12 +129,8 @@ def test_a_dummy_block_counts_in_no_metric() -> None:
         small_blocks(config, small_batch(config, lonely), positions([0])),
         small_blocks(config, small_batch(config, pair), positions([0], [])),
     )
-    few, padded = (acceptance_means(blocks.valid_BAK, *_accepts(2)) for blocks in both)
+    few, padded = (acceptance_means(blocks.valid_BAK, blocks.valid_BAK / 2, blocks.valid_BAK) for blocks in both)
     assert torch.equal(stack_means(few), stack_means(padded))
-
-
-def _accepts(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.full((count,), 0.5), torch.ones(count, dtype=torch.bool)
 
 
 def test_distributions_that_agree_are_accepted_and_disjoint_ones_are_two_apart() -> None:

@@ -12,15 +12,14 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from dspark.model.config import DSparkConfig
-from dspark.training.batch import Batch, Place, collate, pack
+from dspark.training.batch import Place, collate, finite_samples, pack
 from dspark.training.blocks import make_blocks, visibility
 from dspark.training.means import add_means, stack_means
 from dspark.training.objective import DraftObjective, step_weight
-from dspark.training.share import Share, placed, without_non_finite
+from dspark.training.share import Share, placed
 from tests.dspark.small import HEADS, positions, small_batch, small_config, small_drafter, small_vocabulary
 from tests.dspark.training.shares import captured, settings_of, share_of
 
-CPU = torch.device("cpu")
 # Every supervised stretch ends at its document's end, so that a block's labels would run on into the next document.
 MASKS = [
     [0, 1, 1, 1, 1],
@@ -56,8 +55,8 @@ def test_places_of_five_samples_by_hand() -> None:
 def test_documents_of_a_row_stand_side_by_side_with_positions_of_their_own() -> None:
     config = small_config()
     table = captured(config, [[1, 1, 0], [1, 1]])
-    alone = collate(table, config.taps, config.hidden, CPU, torch.float32)
-    batch = collate(table, config.taps, config.hidden, CPU, torch.float32, [Place(0, 0), Place(0, 3)])
+    alone = collate(table, config.taps, config.hidden, torch.float32)
+    batch = collate(table, config.taps, config.hidden, torch.float32, [Place(0, 0), Place(0, 3)])
     assert batch.starts_BS.tolist() == [[0, 0, 0, 3, 3]]
     assert batch.positions_BS.tolist() == [[0, 1, 2, 0, 1]]
     assert batch.loss_mask_BS.tolist() == [[True, True, False, True, True]]
@@ -199,18 +198,20 @@ def test_a_sample_with_non_finite_states_is_left_out_and_its_neighbours_train_on
 
 
 def test_only_the_documents_that_hold_a_non_finite_state_are_blanked() -> None:
-    batch = _two_documents_a_row()
-    batch.taps_BSLH[0, 3, 0] = float("inf")
-    batch.final_BSH[1, 1, 0] = float("nan")
-    clean, finite = without_non_finite(batch, [Place(0, 0), Place(1, 2), Place(0, 2), Place(1, 0)])
-    assert finite == [True, True, False, False]
-    assert torch.equal(clean.taps_BSLH[..., 0], torch.tensor([[1.0, 1, 0, 0, 0], [0, 0, 1, 1, 1]]))
-    assert torch.equal(clean.final_BSH[..., 0], torch.tensor([[1.0, 1, 0, 0, 0], [0, 0, 1, 1, 1]]))
-
-
-def _two_documents_a_row() -> Batch:
-    starts = torch.tensor([[0, 0, 2, 2, 2]]).repeat(2, 1)
-    return Batch(torch.ones_like(starts), starts.bool(), torch.ones(2, 5, 4), torch.ones(2, 5, 2), starts)
+    """A blank document before a full one and behind one, and padding behind both."""
+    config = small_config()
+    places = [Place(0, 0), Place(1, 2), Place(0, 3), Place(1, 0)]
+    train: dict[str, Any] = {"global_batch": 4, "micro_batch": 4, "pack_tokens": 16}
+    table = captured(config, [[1] * 3, [1] * 2, [1] * 2, [1] * 2], broken=[0, 1])
+    assert finite_samples(table, config.taps) == [False, False, True, True]
+    full = collate(captured(config, [[1] * 3, [1] * 2, [1] * 2, [1] * 2]), config.taps, config.hidden, torch.float32)
+    batch = collate(table, config.taps, config.hidden, torch.float32, places, blank={0, 1})
+    for name in ("taps_BSLH", "final_BSH"):
+        states, rows = getattr(batch, name), getattr(full, name)
+        assert not states[0, :3].any() and torch.equal(states[0, 3:], rows[2, :2])
+        assert torch.equal(states[1, :2], rows[3, :2]) and not states[1, 2:].any()
+    (packed,) = share_of(table, config, settings_of(config, **train)).batches
+    assert packed.taps_BSLH.isfinite().all() and packed.taps_BSLH.any()
 
 
 def test_rows_that_fill_the_last_step_have_no_weight_when_packed() -> None:

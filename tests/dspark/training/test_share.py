@@ -1,17 +1,14 @@
 """A rank's share of a step by hand: what its rows add to anchors, tokens and counts, and which rows add nothing."""
 
-from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from dspark.config import Settings
-from dspark.learning import DrafterSettings, Eagle3Settings, TrainSettings
-from dspark.sections import DataSettings, TargetSettings
+from dspark.learning import Eagle3Settings
 from dspark.training.chains import Chains
 from dspark.training.means import Means
 from tests.dspark.small import SMALL_EAGLE3, small_config
-from tests.dspark.training.shares import captured, settings_of, share_of
+from tests.dspark.training.shares import captured, chain_settings_of, settings_of, share_of
 
 CONFIG = small_config()
 # Pairs of supervised neighbours: 4, 1 and 2.
@@ -80,14 +77,8 @@ def test_a_row_that_is_not_finite_is_counted_and_trains_nothing() -> None:
 def test_chains_of_a_share_weigh_by_the_sequences_or_the_tokens_that_take_part(
     normaliser: Literal["sequences", "published"], weights: list[float]
 ) -> None:
-    settings = Settings(
-        name="small",
-        target=TargetSettings(model="none", dtype="fp32"),
-        data=DataSettings(conversations=Path("none"), held_out=Path("none"), max_length=16),
-        drafter=DrafterSettings(kind="eagle3", block=SMALL_EAGLE3.block, taps=SMALL_EAGLE3.taps),
-        eagle3=Eagle3Settings(ttt_length=2, step_loss_decay=0.5, normaliser=normaliser),
-        train=TrainSettings(precision="fp32", global_batch=4, micro_batch=2),
-    )
+    chains = Eagle3Settings(ttt_length=2, step_loss_decay=0.5, normaliser=normaliser)
+    settings = chain_settings_of(SMALL_EAGLE3, chains, global_batch=4, micro_batch=2)
     table = captured(SMALL_EAGLE3, [*MASKS, [1] * 9], broken=[1])
     share = share_of(table, SMALL_EAGLE3, settings, counted=[True, True, True, False])
     assert all(isinstance(blocks, Chains) for blocks in share.blocks)

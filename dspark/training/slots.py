@@ -1,0 +1,63 @@
+"""The slots of a batch that are projected to the vocabulary, grouped by the column whose target row they share.
+
+Slot k of the block at anchor a is judged by the target's distribution at column a+k, and so are other blocks' slots
+there: sorted by column, each distinct one is projected once. Shape suffixes: B batch, A blocks, K slots, S columns,
+N projected slots, P distinct columns.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Slots:
+    """N slots in the order of their columns, all int64. The host knows the counts, so no chunk waits for a device."""
+
+    index_N: Tensor  # place in the flattened [B, A, K]
+    row_N: Tensor  # which of the P columns; ascending
+    place_P: Tensor  # the columns, in the flattened [B, S]
+    first_P: Tensor  # each column's first slot
+    counts: tuple[int, ...]  # slots on each of the P columns
+
+    def of(self, values_BAKX: Tensor) -> Tensor:
+        """Values [N, ...] of the slots out of [B, A, K, ...]."""
+        return values_BAKX.flatten(0, 2)[self.index_N]
+
+    def scatter(self, values_N: Tensor, shape: torch.Size) -> Tensor:
+        """The slots' values at their places in `shape` [B, A, K], zero elsewhere."""
+        placed = torch.zeros(shape, dtype=values_N.dtype, device=values_N.device)
+        placed.view(-1)[self.index_N] = values_N
+        return placed
+
+
+class Chunk(NamedTuple):
+    """A stretch of columns and all slots on them."""
+
+    places: slice
+    slots: slice
+
+
+def slots_of(wanted_BAK: Tensor, columns_BAK: Tensor, length: int) -> Slots:
+    """The slots where `wanted` is true; `columns` are those of their target rows in rows of `length` columns."""
+    index_N = wanted_BAK.flatten().nonzero()[:, 0]
+    rows_BAK = torch.arange(len(wanted_BAK), device=index_N.device)[:, None, None]
+    place_N, order_N = (rows_BAK * length + columns_BAK).flatten()[index_N].sort(stable=True)
+    place_P, row_N, counts_P = torch.unique_consecutive(place_N, return_inverse=True, return_counts=True)
+    first_P = counts_P.cumsum(0) - counts_P
+    return Slots(index_N[order_N], row_N, place_P, first_P, tuple(counts_P.tolist()))
+
+
+def chunks(slots: Slots, slot_bytes: int, place_bytes: int, budget: int) -> Iterator[Chunk]:
+    """Stretches that cover all columns and take at most `budget` bytes each, or a single column that takes more."""
+    place, slot, places, within = 0, 0, 0, 0
+    for count in (*slots.counts, None):
+        added = within if count is None else within + count
+        if places and (count is None or (places + 1) * place_bytes + added * slot_bytes > budget):
+            yield Chunk(slice(place, place + places), slice(slot, slot + within))
+            place, slot, places, within = place + places, slot + within, 0, 0
+        if count is not None:
+            places, within = places + 1, within + count

@@ -1,0 +1,66 @@
+"""What is computed from each draft logit once it is there: softmax, terms and the gradient, in the logits' own memory.
+
+Shape suffixes: n slots of a tile, D tokens that may be drafted.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Tile(NamedTuple):
+    """Slots to be judged: their target, their labels and what their terms weigh."""
+
+    probs_nD: Tensor  # the target's, over the tokens that may be drafted
+    mass_n1: Tensor | None  # their sum where others exist; None: 1
+    labels_n1: Tensor | None  # places among these tokens; None: cross-entropy against `probs / mass`
+    ce_n1: Tensor  # weight of the cross-entropy in the loss
+    l1_n1: Tensor | None  # weight of the distance; None: 0
+
+
+class Verdict(NamedTuple):
+    """Terms of a tile's slots, and the likeliest token's place."""
+
+    ce_n: Tensor
+    l1_n: Tensor
+    best_n: Tensor
+
+
+def judge_tile(logits_nD: Tensor, tile: Tile, differentiate: bool) -> Verdict:
+    """Terms of draft logits; afterwards `logits` holds the gradient of the weighted terms, or q.
+
+    With s = sign(q - p), the L1 distance has the gradient q (s - <q, s>), the cross-entropy q - target.
+    """
+    top_n1, best_n1 = logits_nD.max(-1, keepdim=True)
+    if tile.labels_n1 is not None:
+        expected_n1 = logits_nD.gather(1, tile.labels_n1)
+    else:
+        expected_n1 = (tile.probs_nD * logits_nD).sum(-1, keepdim=True)
+        if tile.mass_n1 is not None:
+            expected_n1 = expected_n1 / tile.mass_n1
+    q_nD = torch.softmax(logits_nD, -1, out=logits_nD)
+    # The likeliest q is at least 1/D, so its logarithm is safe where a label's would not be.
+    ce_n1 = top_n1 - q_nD.gather(1, best_n1).log() - expected_n1
+    off_nD = q_nD - tile.probs_nD
+    l1_n1 = torch.linalg.vector_norm(off_nD, 1, dim=-1, keepdim=True)
+    if tile.mass_n1 is not None:
+        l1_n1 = l1_n1 + (1 - tile.mass_n1).clamp(min=0)
+    if differentiate:
+        _to_gradient(q_nD, off_nD, tile)
+    return Verdict(ce_n1[:, 0], l1_n1[:, 0], best_n1[:, 0])
+
+
+def _to_gradient(q_nD: Tensor, off_nD: Tensor, tile: Tile) -> None:
+    """Turns q into the gradient; `off` = q - p is spent."""
+    if tile.l1_n1 is None:
+        q_nD.mul_(tile.ce_n1)
+    else:
+        sign_nD = off_nD.sign_()
+        mean_n1 = (q_nD * sign_nD).sum(-1, keepdim=True)
+        q_nD.mul_(torch.addcmul(tile.ce_n1 - tile.l1_n1 * mean_n1, sign_nD, tile.l1_n1, out=off_nD))
+    if tile.labels_n1 is not None:
+        q_nD.scatter_add_(1, tile.labels_n1, -tile.ce_n1)
+    else:
+        share_n1 = tile.ce_n1 if tile.mass_n1 is None else tile.ce_n1 / tile.mass_n1
+        q_nD.addcmul_(tile.probs_nD, share_n1, value=-1)
