@@ -170,7 +170,11 @@ class CacheReader:
             # A local read goes straight to its place in the table.
             direct = len(span.columns) == 1 and forms[span.columns[0]] == "bf16"
             data = parts[span.columns[0]] if direct else self._scratch(span.end - span.start)
-            if (got := source.read_into(span.start, data)) != len(data):
+            try:
+                got = source.read_into(span.start, data)
+            except OSError as error:
+                raise self._damaged(place, f"it cannot be read ({error.strerror or error})") from error
+            if got != len(data):
                 raise self._damaged(place, f"the file ends after {span.start + got:,} bytes")
             for column in span.columns:
                 held = self._wanted[column]

@@ -256,6 +256,13 @@ def test_a_disk_that_is_full_in_mid_write_leaves_no_half_shard(tmp_path: Path, s
         assert writer.unfinished() == [0, 2]
 
 
+def test_an_error_of_what_is_written_is_not_told_as_the_disks(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="elsewhere"), Folder(tmp_path).create("file") as sink:
+        sink.write(b"begun")
+        (tmp_path / "elsewhere").read_bytes()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tables_read_ahead_come_in_order(tmp_path: Path) -> None:
     write_cache(tmp_path)
     batches = [["id-6", "id-1"], ["id-3"], [], ["id-0", "id-2", "id-4"]]
