@@ -285,7 +285,7 @@ def main() -> int:
         return 0
     torch.set_num_threads(os.cpu_count() or 1)
     pool = real_states(arguments.pool)
-    with tempfile.TemporaryDirectory(dir=".") as scratch:
+    with tempfile.TemporaryDirectory(dir=".", prefix="bench-cache-") as scratch:
         found = measure(Path(scratch), pool, arguments.rows, arguments.repeats) | memory(
             Path(scratch), pool, arguments.rows
         )
