@@ -214,7 +214,7 @@ def child(task: str, pool_file: Path, folder: Path, rows: int) -> None:
         order = np.random.default_rng(0).permutation(rows)
         batches = [[sample_id(row) for row in order[at : at + BATCH]] for at in range(0, rows, BATCH)]
         for _ in reader.tables(batches, AHEAD_BYTES):
-            pass
+            time.sleep(0.02)  # slower than the disk, so that all that may be ahead is
     print(status_mb("VmHWM") - before)
 
 

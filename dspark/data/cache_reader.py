@@ -98,10 +98,12 @@ class CacheReader:
         Raises:
             InputError: a sample that is not there, a shard that is missing, truncated or damaged (names shard and row).
         """
+        self._announce([self._place(sample) for sample in ids])
+        return self._table(ids)
+
+    def _table(self, ids: Sequence[str]) -> pa.Table:
         places = [self._place(sample) for sample in ids]
-        lengths = self.lengths[places]
-        columns = empty_columns(lengths, self._widths)
-        self._announce(places)
+        columns = empty_columns(self.lengths[places], self._widths)
         # In the order of the files, whatever was asked for.
         for row in sorted(range(len(places)), key=lambda row: places[row]):
             self._read(places[row], self._forms, [column.part(row) for column in columns])
@@ -143,7 +145,7 @@ class CacheReader:
         def size(ids: Sequence[str]) -> int:
             return token_bytes * sum(self.tokens(sample) for sample in ids)
 
-        return ahead(self._announced(batches, size), self.table, size, ahead_bytes)
+        return ahead(self._announced(batches, size), self._table, size, ahead_bytes)
 
     def tokens(self, sample: str) -> int:
         """Tokens of a sample."""
