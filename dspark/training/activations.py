@@ -1,6 +1,6 @@
 """What a drafter's forward keeps for its backward: each tensor by its name, as bytes for one query or one column.
 
-The names follow `dspark.model.layers`, `tiles` and `eagle3`; whoever changes what these save changes it here too.
+The names follow `dspark.model.layers`, `light`, `tiles` and `eagle3`; whoever changes what these save changes it here.
 A query is a slot of a block, or a chain at one of its steps; a column is a position of a row of tensors.
 """
 
@@ -38,10 +38,9 @@ class Load:
         return self.chains * self.slots
 
 
-def norm_tensors(name: str, width: int, size: int) -> Tensors:
-    """What a norm keeps beside its input: that in fp32, and the normed values before they are scaled."""
-    in_fp32 = 0 if size == _FP32 else width * _FP32
-    return {f"{name} input, fp32": in_fp32, f"{name} unscaled": width * size}
+def norm_tensors(name: str, rows: int = 1) -> Tensors:
+    """What `rows` rows of a norm keep beside their input: a number each."""
+    return {f"{name} scale": rows * _FP32}
 
 
 def key_value_tensors(config: DraftConfig, size: int) -> Tensors:
@@ -49,10 +48,11 @@ def key_value_tensors(config: DraftConfig, size: int) -> Tensors:
     width = config.kv_heads * config.head_dim
     kept = {"keys": width * size, "values": width * size}
     if config.form.qk_norm:
-        kept |= {"keys projected": width * size, **norm_tensors("k_norm", width, size)}
+        kept |= {"keys projected": width * size, **norm_tensors("k_norm", config.kv_heads)}
     if config.form.v_norm:
-        kept |= norm_tensors("v_norm", width, size)
-        kept["values projected"] = 0 if config.shared_kv else width * size
+        # Left to autograd, which keeps its input in fp32.
+        own = 0 if size == _FP32 and config.shared_kv else width * _FP32
+        kept |= {"values projected, fp32": own, **norm_tensors("v_norm", config.kv_heads)}
     return kept
 
 
@@ -61,25 +61,25 @@ def query_tensors(config: DraftConfig, size: int) -> Tensors:
     width = config.heads * config.head_dim
     kept = {"queries": width * size, "attention output": width * size, "log sums": config.heads * _FP32}
     if config.form.qk_norm:
-        kept |= {"queries projected": width * size, **norm_tensors("q_norm", width, size)}
+        kept |= {"queries projected": width * size, **norm_tensors("q_norm", config.heads)}
     return kept
 
 
 def mlp_tensors(config: DraftConfig, size: int) -> Tensors:
     """Of one query behind attention: the second residual, its norm and the gated product."""
     hidden, inner = config.hidden * size, config.intermediate * size
-    kept = {"residual": hidden, **norm_tensors("post_attention_layernorm", config.hidden, size), "normed": hidden}
-    kept |= {"gate": inner, "activated": inner, "up": inner, "product": inner}
+    kept = {"residual": hidden, **norm_tensors("post_attention_layernorm"), "normed": hidden}
+    kept |= {"gate": inner, "up": inner, "product": inner}
     if config.form.sandwich:
         for name in ("mixed", "mlp output"):
-            kept |= {name: hidden, **norm_tensors(f"norm of {name}", config.hidden, size)}
+            kept |= {name: hidden, **norm_tensors(f"norm of {name}")}
     return kept
 
 
 def layer_tensors(config: DraftConfig, size: int) -> Tensors:
     """Of one query in a draft layer of a block: input, norm, attention and MLP."""
     hidden = config.hidden * size
-    entry = {"input": hidden, **norm_tensors("input_layernorm", config.hidden, size), "attention input": hidden}
+    entry = {"input": hidden, **norm_tensors("input_layernorm"), "attention input": hidden}
     return entry | key_value_tensors(config, size) | query_tensors(config, size) | mlp_tensors(config, size)
 
 
@@ -87,16 +87,16 @@ def context_tensors(config: DraftConfig, size: int) -> Tensors:
     """Of one column before the layers: taps, feature, its norm; and its rotary table."""
     hidden = config.hidden * size
     kept = {"taps": len(config.taps) * hidden, "feature": hidden, "rotary": 2 * config.head_dim * _FP32}
-    kept |= {**norm_tensors("hidden_norm", config.hidden, size), "normed feature": hidden}
+    kept |= {**norm_tensors("hidden_norm"), "normed feature": hidden}
     if isinstance(config, Eagle3Config):
-        kept |= {"embedding": hidden, **norm_tensors("input_layernorm", config.hidden, size), "joined": 2 * hidden}
+        kept |= {"embedding": hidden, **norm_tensors("input_layernorm"), "joined": 2 * hidden}
     return kept
 
 
 def head_tensors(config: DSparkConfig, size: int) -> Tensors:
     """Of one slot behind the layers: the last norm, and what the Markov and confidence heads read."""
     hidden, rank = config.hidden * size, config.markov_rank * size
-    kept = {"output": hidden, **norm_tensors("norm", config.hidden, size), "states": hidden}
+    kept = {"output": hidden, **norm_tensors("norm"), "states": hidden}
     kept |= {"rotary": 2 * config.head_dim * _FP32, "markov embedding": rank}
     if config.markov_rank and config.markov_head == "gated":
         kept |= {"gate input": hidden + rank, "markov gate": rank}
@@ -131,8 +131,8 @@ def chain_bytes(config: Eagle3Config, size: int, load: Load, recompute: bool, gp
     hidden, steps = config.hidden * size, load.slots
     kv = 2 * config.kv_heads * config.head_dim * size
     join = {"state": hidden, "embedding": hidden, "joined": 2 * hidden, "rotary": 2 * config.head_dim * _FP32}
-    join |= norm_tensors("input_layernorm", config.hidden, size)
-    join |= norm_tensors("hidden_norm", config.hidden, size) | norm_tensors("norm", config.hidden, size)
+    join |= norm_tensors("input_layernorm")
+    join |= norm_tensors("hidden_norm") | norm_tensors("norm")
     outside = sum(join.values()) + sum(key_value_tensors(config, size).values()) + hidden
     inside = sum(query_tensors(config, size).values()) + sum(mlp_tensors(config, size).values())
     own = kv * steps * (steps - 1) // 2
@@ -147,6 +147,6 @@ def joined_keys(config: DraftConfig, size: int, rows: int, columns: int, own: in
 
 
 def passing_bytes(config: DraftConfig, size: int, load: Load) -> int:
-    """Gradients in the MLP of one layer: of the product and of its two factors."""
+    """In the backward of one layer's gated product: its gradient, the activation once more, the gradients of both."""
     queries = load.queries if isinstance(config, DSparkConfig) else load.chains
-    return 3 * queries * config.intermediate * size
+    return 4 * queries * config.intermediate * size
