@@ -5,7 +5,7 @@ sizes of the largest micro-batch (`Load`) --> what is alive at four moments of a
 the loss              all activations, a chunk of logits, the gradient of W2 in fp32
 the loss's backward   the same, and the gradient of W2 twice, for it is scaled
 the layers' backward  all activations still, gradients of both Markov tables, those that pass through the last layer
-the optimizer step    no activations, all gradients, what the optimizer holds beside them
+the optimizer step    all gradients and the optimizer's copy of its own; on a CPU also what the heap does not return
 """
 
 import math
@@ -50,9 +50,9 @@ class Held:
 
     parameters: int
     gradients: int  # accumulated over micro-batches
-    fresh: int  # of one backward, where they are no part of the accumulated ones
+    bucket: int  # what stands ready for gradients while a backward runs
     optimizer: int  # master weights and moments
-    passing: int  # during the optimizer step alone
+    step: int  # gradients of all kinds from the end of the last backward to the end of the step, at most
 
 
 def largest_load(draft: AnyConfig, settings: Settings, lengths: Sequence[int]) -> Load:
@@ -94,14 +94,10 @@ def rank_memory(
         "optimizer": held.optimizer,
         "micro-batches": (train.prefetch + 1) * batch,
     }
-    before = held.gradients if train.accumulation > 1 else 0
-    moments = step_moments(draft, train, load, weights, gpu)
+    before = held.bucket + (held.gradients if train.accumulation > 1 else 0)
     found = []
-    for name, parts in moments.items():
-        # Fresh gradients are added to what was accumulated; all of them together are no more than the engine's.
-        gradients = before + parts["gradients"]
-        if name == OPTIMIZER_STEP:
-            gradients = held.gradients + max(held.fresh, held.passing)
+    for name, parts in step_moments(draft, train, load, weights, gpu).items():
+        gradients = held.step if name == OPTIMIZER_STEP else before + parts["gradients"]
         found.append(Estimate(name, common | parts | {"gradients": gradients}))
     return max(found, key=lambda one: one.total)
 
@@ -112,10 +108,12 @@ def step_moments(
     """What forward and backward of a micro-batch add to what a rank holds anyway, by moment and part."""
     size = SIZES[train.precision]
     if isinstance(draft, DSparkConfig):
-        activations, whole = (block_bytes(draft, size, load, once, gpu) for once in (train.recompute, False))
+        activations = block_bytes(draft, size, load, train.recompute, gpu)
+        whole = block_bytes(draft, 4, load, False, gpu)
         rank = draft.markov_rank
     else:
-        activations, whole = (chain_bytes(draft, size, load, once, gpu) for once in (train.recompute, False))
+        activations = chain_bytes(draft, size, load, train.recompute, gpu)
+        whole = chain_bytes(draft, 4, load, False, gpu)
         rank = 0
     context = context_bytes(draft, size, load)
     w1, w2 = (tokens * rank * size for tokens in (draft.vocab, draft.draft_vocab))
@@ -124,19 +122,21 @@ def step_moments(
     arena = arena_bytes(draft, train.logits_mb, load, size)
     # Of the projected slots: states, their gradient, and that scaled or at its place; of columns, states and features.
     states = size * (3 * load.used * draft.hidden + load.places * (draft.hidden + 2 * rank))
-    passing = passing_bytes(draft, size, load)
-    share = _HOLES_RECOMPUTED if train.recompute else _HOLES
-    holes = 0 if gpu else int(share * (context + whole))
-
-    def parts(gradients: int, objective: int, alive: bool, passing: int = 0) -> Parts:
-        live = (context, activations + passing) if alive else (0, 0)
-        return {"context": live[0], "activations": live[1] + holes, "gradients": gradients, "objective": objective}
-
+    live = {"context": context, "activations": activations}
+    free = {"context": 0, "activations": 0}
+    fresh = weights * size
+    if not gpu:
+        # What is computed in between is fp32 whatever the type of the weights.
+        holes = (_HOLES_RECOMPUTED if train.recompute else _HOLES) * whole
+        live["activations"] += int(holes)
+        # The heap keeps what activations leave; only gradients find room in it, but for those of the large tables.
+        free, fresh = live, w1 + w2 + max(0, fresh - w1 - w2 - sum(live.values()))
+    last = live | {"activations": live["activations"] + passing_bytes(draft, size, load)}
     return {
-        "the loss": parts(0, arena + summed + states, alive=True),
-        "the loss's backward": parts(w2, arena + w2 + states, alive=True),
-        "the layers' backward": parts(w1 + w2, arena, alive=True, passing=passing),
-        OPTIMIZER_STEP: parts(weights * size, arena, alive=False),
+        "the loss": live | {"gradients": 0, "objective": arena + summed + states},
+        "the loss's backward": live | {"gradients": w2, "objective": arena + w2 + states},
+        "the layers' backward": last | {"gradients": w1 + w2, "objective": arena},
+        OPTIMIZER_STEP: free | {"gradients": fresh, "objective": arena},
     }
 
 
@@ -169,16 +169,17 @@ def held_by_engine(train: TrainSettings, weights: int, gpu: bool) -> Held:
     """DeepSpeed's share of a rank (`actors.zero`): AdamW with fp32 master weights, dealt out by the ZeRO stage."""
     size, stage = SIZES[train.precision], train.zero_stage
     whole, part = 4 * weights, math.ceil(weights / train.workers) * 4
-    low, fresh = weights * size, min(weights, _BUCKET) * size
-    # On a GPU the bucket is there in full, on a CPU as far as it is written to.
-    bucket = _BUCKET * size if gpu else fresh
+    low, touched = weights * size, min(weights, _BUCKET) * size
+    # A GPU has the bucket in full while it stands ready, a CPU as far as it is written to, when a backward has ended.
+    bucket, ready = (_BUCKET * size, _BUCKET * size) if gpu else (touched, 0)
     if stage == 0:
-        # Plain fp32 has no master weights beside the parameters.
-        return Held(low, low, 0, 8 * weights if size == 4 else 12 * weights, 0 if size == 4 else whole)
+        # Plain fp32 has no master weights beside the parameters; bf16 gets its gradients in fp32 for the step.
+        return Held(low, low, 0, 8 * weights, low) if size == 4 else Held(low, low, 0, 3 * whole, low + whole)
     if stage == 1 and size == 2:
-        return Held(low, whole, low, 3 * part, 0)
+        return Held(low, whole, 0, 3 * part, whole + low)
     if stage == 1:
-        return Held(low, whole, bucket if gpu else 0, 3 * part, part)
-    gathered = min(weights, _GATHERED) * size if stage == 3 and train.workers > 1 else 0
-    parameters = part * size // 4 + gathered if stage == 3 else low
-    return Held(parameters, part, bucket, 3 * part, part)
+        return Held(low, whole, ready, 3 * part, max(bucket, whole) + part)
+    if stage == 2:
+        return Held(low, part, ready, 3 * part, part + max(bucket, part))
+    gathered = min(weights, _GATHERED) * size if train.workers > 1 else 0
+    return Held(part * size // 4 + gathered, part, bucket, 3 * part, 2 * part + bucket)

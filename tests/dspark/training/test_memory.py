@@ -17,24 +17,26 @@ from dspark.training.memory import arena_bytes, held_by_engine, largest_load, ra
 from tests.dspark.small import SMALL, SMALL_EAGLE3, small_config
 
 REPOSITORY = Path(__file__).parents[3]
-BIG = replace(SMALL, hidden=64, intermediate=128, vocab=1000, draft_vocab=1000, layers=4)
-CHAINS = replace(SMALL_EAGLE3, hidden=64, intermediate=128, vocab=1000, draft_vocab=400)
+BIG = replace(SMALL, hidden=64, intermediate=128, vocab=10_000, draft_vocab=10_000, layers=4)
+CHAINS = replace(SMALL_EAGLE3, hidden=64, intermediate=128, vocab=10_000, draft_vocab=4_000)
 
 
 def settings_of(kind: str = "dspark", **train: Any) -> Settings:
-    drafter = {"kind": kind, "taps": [-1, 2], "mask_token_id": 29, "layers": 2, "block": 3, "markov_rank": 5}
+    drafter: dict[str, Any] = {"kind": kind, "taps": [-1, 2], "block": 3}
+    if kind == "dspark":
+        drafter, train = drafter | {"mask_token_id": 29}, {"anchors": 8} | train
     return Settings.model_validate(
         {
             "name": "small",
             "target": {"model": "small"},
-            "data": {"conversations": "rows.jsonl", "held_out": "held_out.jsonl"},
+            "data": {"conversations": "rows.jsonl", "held_out": "held_out.jsonl", "max_length": 100},
             "drafter": drafter,
-            "train": {"precision": "fp32", "global_batch": 16, "anchors": 8, **train},
+            "train": {"precision": "fp32", "global_batch": 16, **train},
         }
     )
 
 
-def total(config: Any = BIG, lengths: tuple[int, ...] = (100,), gpu: bool = False, **train: Any) -> int:
+def total(config: Any = BIG, lengths: tuple[int, ...] = (2000,), gpu: bool = False, **train: Any) -> int:
     settings = settings_of("dspark" if config is not CHAINS else "eagle3", **train)
     return rank_memory(config, settings, largest_load(config, settings, lengths), 10**6, True, gpu).total
 
@@ -65,22 +67,22 @@ def test_an_engine_holds_master_weights_moments_and_gradients_as_the_stage_deals
     def held(stage: int, precision: str = "bf16") -> tuple[int, ...]:
         train = TrainSettings.model_validate({"workers": 4, "zero_stage": stage, "precision": precision})
         found = held_by_engine(train, 100, gpu=False)
-        return found.parameters, found.gradients, found.optimizer
+        return found.parameters, found.gradients, found.optimizer, found.step
 
-    assert held(0, "fp32") == (400, 400, 800)
-    assert held(0) == (200, 200, 1200)
-    assert held(1) == (200, 400, 300)
-    assert held(2) == (200, 100, 300)
-    assert held(3) == (50 + 200, 100, 300)  # its own part, and what is gathered for the layers
+    assert held(0, "fp32") == (400, 400, 800, 400)
+    assert held(0) == (200, 200, 1200, 200 + 400)
+    assert held(1) == (200, 400, 300, 400 + 200)
+    assert held(2) == (200, 100, 300, 100 + 200)
+    assert held(3) == (50 + 200, 100, 300, 2 * 100 + 200)  # its own part, and what is gathered for the layers
 
 
 @pytest.mark.parametrize("config", [BIG, CHAINS], ids=["blocks", "chains"])
 @pytest.mark.parametrize("gpu", [False, True])
 def test_more_work_needs_more_memory(config: Any, gpu: bool) -> None:
     base = total(config, gpu=gpu, micro_batch=2, logits_mb=1)
-    # A chain stands at every row of the text, whatever `anchors` says.
-    assert (total(config, gpu=gpu, micro_batch=2, logits_mb=1, anchors=200) > base) == (config is BIG)
-    assert total(config, (200,), gpu, micro_batch=2, logits_mb=1) > base
+    if config is BIG:
+        assert total(config, gpu=gpu, micro_batch=2, logits_mb=1, anchors=2000) > base
+    assert total(config, (4000,), gpu, micro_batch=2, logits_mb=1) > base
     assert total(config, gpu=gpu, micro_batch=4, logits_mb=1) > base
     assert total(config, gpu=gpu, micro_batch=2, logits_mb=1, prefetch=9) > base
     assert total(config, gpu=gpu, micro_batch=2, logits_mb=2) > base
@@ -90,8 +92,9 @@ def test_more_layers_need_more_memory_and_recomputed_ones_less() -> None:
     assert total(replace(BIG, layers=5), anchors=500) > total(BIG, anchors=500)
     for config in (BIG, CHAINS):
         for gpu in (False, True):
-            full = total(config, (500,), gpu, anchors=500)
-            assert total(config, (500,), gpu, anchors=500, recompute=True) < full
+            more = {"anchors": 9000} if config is BIG else {}
+            full = total(config, (9000,), gpu, logits_mb=1, **more)
+            assert total(config, (9000,), gpu, logits_mb=1, **more, recompute=True) < full
 
 
 def test_each_stage_of_zero_needs_no_more_than_the_one_before() -> None:
