@@ -22,7 +22,7 @@ Parts = dict[str, int]
 OPTIMIZER_STEP = "the optimizer step"
 SIZES = {"fp32": 4, "bf16": 2}
 # Interpreter, torch, Ray and DeepSpeed of one process, as resident memory before any weight is loaded.
-PROCESS_BYTES = 450_000_000
+PROCESS_BYTES = 490_000_000
 # What a process maps and keeps when it first computes: code of kernels, packed operands of products.
 FIRST_STEP_BYTES = 45_000_000
 # On a CPU the C library's heap keeps holes between tensors: of what layers compute, a share that was measured. Layers
