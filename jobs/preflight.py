@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
+from actors.zero import stage_of
 from dspark.config import Settings
 from dspark.errors import InputError
 from dspark.learning import TrainSettings
@@ -50,7 +51,8 @@ def needs_of(settings: Settings, rows: Rows) -> Needs:
     forward, gpu = _BYTES[train.precision], train.gpus > 0
     tied = load_whole_config(settings.target).get_text_config().tie_word_embeddings
     load = largest_load(draft, settings, [len(ids) for ids in rows.table.column("input_ids")])
-    rank = rank_memory(draft, settings, load, drafter, tied, gpu)
+    as_run = settings.model_copy(update={"train": train.model_copy(update={"zero_stage": stage_of(train)})})
+    rank = rank_memory(draft, as_run, load, drafter, tied, gpu)
     # A rank on a GPU keeps its process and the batches on their way on the host.
     host = PROCESS_BYTES + rank.parts["micro-batches"] if gpu else rank.total
     actors = settings.targets.max_actors or settings.targets.actors
@@ -138,7 +140,7 @@ def remedies(settings: Settings) -> dict[str, str]:
     }
     # The first stage that deals a part out to the ranks.
     for part, stage in {"optimizer": 1, "gradients": 2, "parameters": 3}.items():
-        if train.workers > 1 and train.zero_stage < stage:
+        if train.workers > 1 and stage_of(train) < stage:
             found[part] = f"raise train.zero_stage to {stage}"
     return found
 

@@ -26,7 +26,7 @@ PROCESS_BYTES = 490_000_000
 # What a process maps and keeps when it first computes: code of kernels, packed operands of products.
 FIRST_STEP_BYTES = 45_000_000
 # On a CPU the C library's heap keeps holes between tensors: of what layers compute, a share that was measured. Layers
-# that are computed once more leave twice as much, so that on a CPU `recompute` saves less than it drops.
+# that are computed once more leave half as much again, so on a CPU `recompute` saves less than it drops.
 _HOLES, _HOLES_RECOMPUTED = 0.5, 0.75
 # DeepSpeed's own figures: elements of its bucket of gradients, and of the parameters that ZeRO 3 gathers at most.
 _BUCKET, _GATHERED = 500_000_000, 1_000_000_000
