@@ -14,6 +14,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from dspark.errors import InputError
+from jobs.cache import commands as cache_commands
 from jobs.config import describe_settings, load_settings
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(cache_commands, name="cache")
 
 Preset = Annotated[Path, typer.Argument(help="YAML file with the settings of one experiment.")]
 Overrides = Annotated[

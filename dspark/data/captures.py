@@ -37,7 +37,7 @@ class Origin:
     hidden: int
     dtype: str
     final: str = "post_norm"
-    codec: str = "plain"
+    codec: str = "plain"  # what storing did to the values, if it lost any; how they lie on disk is the cache's matter
     format_version: int = FORMAT_VERSION
 
     def check_fits(self, needed: "Origin", where: str) -> None:

@@ -108,8 +108,7 @@ class Renderer:
         mask = mask[: self._max_length]
         if not _has_anchor(mask):
             return dropped(f"fewer than two adjacent supervised tokens in the first {self._max_length} tokens")
-        content = ids.astype("<i4").tobytes() + b"|" + mask.tobytes()
-        return Sample(hashlib.sha256(content).hexdigest()[:32], conversation.id, conversation.domain, ids, mask)
+        return Sample(sample_id(ids, mask), conversation.id, conversation.domain, ids, mask)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Token ids up to and including the generation prompt. Raises InputError if the template refuses."""
@@ -193,6 +192,11 @@ class Renderer:
         content_end = len(text) - behind
         token = self._end_of_turn.search(text, content_end) if self._end_of_turn and closed else None
         return text[: token.end() if token else content_end]
+
+
+def sample_id(ids_S: NDArray[np.int32], mask_S: NDArray[np.uint8]) -> str:
+    """The id of a row: equal rows have equal ids, wherever they come from."""
+    return hashlib.sha256(ids_S.astype("<i4").tobytes() + b"|" + mask_S.tobytes()).hexdigest()[:32]
 
 
 def render_rows(renderer: Renderer, rows: Iterable[Conversation]) -> Iterator[Sample | Dropped]:

@@ -125,7 +125,7 @@ def test_a_cache_fits_a_run_that_needs_a_part_of_its_taps() -> None:
         ("hidden", 8),
         ("dtype", "fp32"),
         ("final", "pre_norm"),
-        ("codec", "planes"),
+        ("codec", "int8_outlier"),
         ("format_version", 7),
     ],
 )
