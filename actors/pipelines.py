@@ -8,7 +8,7 @@ Waits for: the oldest window. Bounded by: `targets.in_flight_mb` of the object s
 and repeats its window.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -16,11 +16,12 @@ import ray
 from ray.data import ActorPoolStrategy, Dataset, ExecutionOptions, ExecutionResources
 
 from actors.responder import AnswerTask, ResponderActor
-from actors.target import TargetActor
+from actors.target import ShardActor, TargetActor
 from dspark.answering import PrepareSettings
 from dspark.config import Settings
 from dspark.data.captures import Origin
 from dspark.data.plan import Plan, windows
+from dspark.data.shards import ShardTask
 from dspark.sections import EvaluateSettings
 
 
@@ -47,6 +48,32 @@ def captured_steps(settings: Settings, plan: Plan, origin: Origin, rows: Any, fi
             num_gpus=pool.gpus,
         )
         .repartition(target_num_rows_per_block=train.share)
+    )
+
+
+def written_shards(
+    settings: Settings, task: ShardTask, rows: Any, shards: Mapping[int, Sequence[Sequence[int]]]
+) -> Iterator[dict[str, Any]]:
+    """What came of each shard, in the order in which they finish; `shards` holds the rows of each one's forwards.
+
+    Only facts come back: an actor writes its shards itself. `rows` as above.
+    """
+    pool = settings.targets
+    tables = [pa.table({"shard": [index] * len(batches), "batch": batches}) for index, batches in shards.items()]
+    # No more actors than shards: each costs the start of a target.
+    most = min(len(tables), pool.max_actors or pool.actors)
+    return (
+        ray.data.from_arrow(tables)
+        .map_batches(
+            ShardActor,
+            fn_constructor_args=(settings.target, pool, task, rows, settings.cache.max_bad_run),
+            batch_size=None,
+            batch_format="pyarrow",
+            compute=ActorPoolStrategy(min_size=min(pool.actors, most), max_size=most),
+            num_cpus=pool.cpus,
+            num_gpus=pool.gpus,
+        )
+        .iter_rows()
     )
 
 

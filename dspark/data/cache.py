@@ -135,6 +135,10 @@ class CacheWriter:
             return []
         return sorted(set(range(len(self._shards))) - self._finished().keys())
 
+    def skipped(self) -> list[str]:
+        """Planned samples that the finished shards were not given."""
+        return [sample for record in self._finished().values() for sample in record.skipped]
+
     def finish(self) -> Manifest:
         """Joins the parts of the ledger and writes the manifest; afterwards the cache can be read.
 
