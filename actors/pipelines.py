@@ -1,6 +1,8 @@
 """Flows between actors, built from Ray Data: what runs where, in which order, bounded by what.
 
     plan -> windows of rows -> target actors -> captured blocks, one per rank and step -> trainer ranks in plan order
+                            or readers of a cache ┘
+    batches of rows -> target actors -> shards of a cache
     prompts -> evaluator actors -> results
     conversations -> responder actors -> their answers
 
@@ -15,6 +17,7 @@ import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy, Dataset, ExecutionOptions, ExecutionResources
 
+from actors.reader import CacheActor
 from actors.responder import AnswerTask, ResponderActor
 from actors.target import ShardActor, TargetActor
 from dspark.answering import PrepareSettings
@@ -25,30 +28,70 @@ from dspark.data.shards import ShardTask
 from dspark.sections import EvaluateSettings
 
 
-def captured_steps(settings: Settings, plan: Plan, origin: Origin, rows: Any, first_step: int) -> Dataset:
-    """Captured tables of the plan from the window that holds `first_step` on, cut so that each block is one rank's
-    share of one optimizer step; `streaming_split` deals them round robin because all have equally many rows.
+def captured_steps(
+    settings: Settings, plan: Plan, covered: range, first_step: int, origin: Origin, rows: Any, keep: ShardTask | None
+) -> Dataset:
+    """Captured tables of the plan positions `covered`, from the window that holds `first_step` on.
 
-    `rows` is a reference to the table of token rows, in a list so that Ray passes it on unresolved.
+    They are cut so that each block is one rank's share of one optimizer step; `streaming_split` deals them round robin
+    because all have equally many rows. `rows` is a reference to the table of token rows, in a list so that Ray passes
+    it on unresolved. With `keep`, each window becomes a shard of that cache, with the window's number.
     """
-    train, pool = settings.train, settings.targets
-    blocks = [
-        pa.table({"row": [plan.order[position] for position in window]})
-        for window in windows(plan, pool.window_rows, first_step * plan.global_batch)
-    ]
-    return (
-        ray.data.from_arrow(blocks)
-        .map_batches(
-            TargetActor,
-            fn_constructor_args=(settings.target, pool, origin, rows),
-            batch_size=None,
-            batch_format="pyarrow",
-            compute=ActorPoolStrategy(min_size=pool.actors, max_size=pool.max_actors or pool.actors),
-            num_cpus=pool.cpus,
-            num_gpus=pool.gpus,
+    pool = settings.targets
+    parts = [
+        pa.table(
+            {
+                "row": [plan.order[position] for position in window],
+                "counted": [plan.counted[position] for position in window],
+                "window": [number] * len(window),
+            }
         )
-        .repartition(target_num_rows_per_block=train.share)
+        for number, window in _windows(settings, plan, covered, first_step)
+    ]
+    return _cut(
+        settings,
+        parts,
+        TargetActor,
+        fn_constructor_args=(settings.target, pool, origin, rows, keep),
+        compute=ActorPoolStrategy(min_size=pool.actors, max_size=pool.max_actors or pool.actors),
+        num_cpus=pool.cpus,
+        num_gpus=pool.gpus,
     )
+
+
+def cached_steps(
+    settings: Settings, plan: Plan, covered: range, first_step: int, origin: Origin, sample_ids: Sequence[str]
+) -> Dataset:
+    """The same tables as `captured_steps`, from the cache; waits for one that is just being completed."""
+    parts = [
+        pa.table({"sample_id": [sample_ids[plan.order[position]] for position in window]})
+        for _, window in _windows(settings, plan, covered, first_step)
+    ]
+    return _cut(
+        settings,
+        parts,
+        CacheActor,
+        fn_constructor_args=(settings.cache.address(settings.output, settings.name), origin),
+        compute=ActorPoolStrategy(size=settings.cache.readers),
+        num_cpus=1,
+    )
+
+
+def _windows(settings: Settings, plan: Plan, covered: range, first_step: int) -> list[tuple[int, range]]:
+    """Number and positions of each window that is still to be passed on."""
+    every = enumerate(windows(plan, settings.targets.window_rows, 0))
+    start = first_step * plan.global_batch
+    return [(number, window) for number, window in every if window.start in covered and window.stop > start]
+
+
+def _cut(settings: Settings, windows_of_rows: list[pa.Table], actor: type, **options: Any) -> Dataset:
+    """What `actor` makes of each window, cut to one rank's share of one step."""
+    if not windows_of_rows:
+        return ray.data.from_arrow(pa.table({"row": pa.array([], pa.int64())}))
+    captured = ray.data.from_arrow(windows_of_rows).map_batches(
+        actor, batch_size=None, batch_format="pyarrow", **options
+    )
+    return captured.repartition(target_num_rows_per_block=settings.train.share)
 
 
 def written_shards(

@@ -9,12 +9,12 @@ import ray
 import torch
 from numpy.typing import NDArray
 
-from dspark.capture import OnlyFinite, capture, prove_capture
+from dspark.capture import OnlyFinite, bad_columns, capture, prove_capture
 from dspark.data.cache import bytes_per_token
 from dspark.data.captures import Origin
 from dspark.data.prefetch import ahead
 from dspark.data.rows import sample_at
-from dspark.data.shards import ShardTask, write_shard
+from dspark.data.shards import ShardTask, is_written, write_shard
 from dspark.errors import InputError
 from dspark.model.warm_start import Bigrams, bigrams_of
 from dspark.sections import TargetPoolSettings, TargetSettings
@@ -22,18 +22,35 @@ from dspark.target import load_target
 
 
 class TargetActor:
-    """One target on one device. `rows` is the table of all token rows, shared through the object store."""
+    """One target on one device. `rows` is the table of all token rows, shared through the object store.
 
-    def __init__(self, target: TargetSettings, pool: TargetPoolSettings, origin: Origin, rows: Any) -> None:
+    With `keep`, each window is also written to a cache, as the shard with its number.
+    """
+
+    def __init__(
+        self, target: TargetSettings, pool: TargetPoolSettings, origin: Origin, rows: Any, keep: ShardTask | None
+    ) -> None:
         torch.set_num_threads(pool.threads)
         self.target = load_target(target)
-        self.origin, self.batch_tokens = origin, pool.batch_tokens
+        self.origin, self.batch_tokens, self.keep = origin, pool.batch_tokens, keep
         self.rows: pa.Table = ray.get(rows[0])
         prove_capture(self.target, sample_at(self.rows, 0), origin.taps)
 
     def __call__(self, window: pa.Table) -> pa.Table:
         samples = [sample_at(self.rows, row) for row in window.column("row").to_pylist()]
-        return capture(self.target, samples, self.origin, self.batch_tokens)
+        captured = capture(self.target, samples, self.origin, self.batch_tokens)
+        if self.keep is not None:
+            self._write(self.keep, window, captured)
+        return captured
+
+    def _write(self, keep: ShardTask, window: pa.Table, captured: pa.Table) -> None:
+        index = window.column("window")[0].as_py()
+        if is_written(keep, index):
+            return
+        # A row that fills up the epoch's last step has its place in another window.
+        own = captured.filter(window.column("counted"))
+        finite = own.filter(pa.array([not bad_columns(own, row) for row in range(own.num_rows)]))
+        write_shard(keep, index, own.column("sample_id").to_pylist(), [finite])
 
 
 class ShardActor:

@@ -22,7 +22,9 @@ class CacheSettings(Section):
         "bf16", description="`int8_outlier` takes about 0.53 of the taps' bytes and loses precision"
     )
     limit: Positive | None = Field(None, description="capture so many rows from the start; null: all")
-    shard_mb: Positive = Field(256, description="largest shard in MB; what a killed `capture` repeats at most, per actor")
+    shard_mb: Positive = Field(
+        256, description="largest shard in MB; what a killed `capture` repeats at most, per actor"
+    )
     window_rows: Positive = Field(1024, description="rows that `capture` sorts by length together")
     max_bad_run: Positive = Field(32, description="samples in a row with states that are not finite: stops `capture`")
     readers: Positive = Field(1, description="actors that read the cache for training")

@@ -38,6 +38,12 @@ def capture(target: Target, samples: Sequence[Sample], origin: Origin, batch_tok
 _NONE = torch.empty(0)
 
 
+def bad_columns(table: pa.Table, row: int) -> list[str]:
+    """The columns of a captured row whose states are not finite."""
+    columns = [*map(tap_column, origin_of(table.schema).taps), final_column()]
+    return [name for name in columns if not is_finite(table, name, row)]
+
+
 class OnlyFinite:
     """Takes samples out of captured tables whose states are not finite; `limit` of them in a row are an error.
 
@@ -53,10 +59,9 @@ class OnlyFinite:
         Raises:
             InputError: `limit` rows in a row, over all tables so far, are not.
         """
-        columns = [*map(tap_column, origin_of(table.schema).taps), final_column()]
         keep = []
         for row in range(table.num_rows):
-            bad = [name for name in columns if not is_finite(table, name, row)]
+            bad = bad_columns(table, row)
             self.in_a_row = self.in_a_row + 1 if bad else 0
             if self.in_a_row == self.limit:
                 raise InputError(

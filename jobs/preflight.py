@@ -15,6 +15,7 @@ from dspark.errors import InputError
 from dspark.model.kinds import drafter_of
 from dspark.target import resolve
 from jobs.rows import Rows
+from jobs.session import target_actors
 
 _GB = 1e9
 # Interpreter, torch, Ray and DeepSpeed of one process, measured as resident memory before any weight is loaded.
@@ -60,7 +61,7 @@ def needs_of(settings: Settings, rows: Rows) -> Needs:
         positions = min(slots, positions)
     objective = 4 * (6 * slots * draft.draft_vocab + 2 * positions * draft.vocab)
     batch = train.micro_batch * settings.data.max_length * (len(draft.taps) + 1) * draft.hidden * forward
-    actors = settings.targets.max_actors or settings.targets.actors
+    actors = target_actors(settings)
     capture = 4 * settings.targets.batch_tokens * draft.hidden * (len(draft.taps) + 8)
     state = drafter * (forward + 12) + drafter * forward
     export = (drafter + vocabulary) * forward
@@ -140,7 +141,7 @@ def print_plan(console: Console, settings: Settings, rows: Rows) -> None:
         "rows": f"{rows.table.num_rows:,} with {rows.tokens:,} tokens; {len(rows.dropped)} dropped{_reasons(rows)}",
         "drafter": f"{needs.drafter_weights / 1e6:,.1f} M weights, {draft}",
         "steps": f"{plan.steps:,} of {train.global_batch} rows: {ranks}, ZeRO {train.zero_stage}, {train.precision}",
-        "stream": f"{per_token:,} bytes per token, {per_token * rows.tokens / _GB:.2f} GB per epoch, nothing on disk",
+        "stream": f"{per_token:,} bytes per token, {per_token * rows.tokens / _GB:.2f} GB per epoch, {_source(settings)}",
         "memory": f"about {needs.memory / _GB:.1f} GB at most ({memory_available() / _GB:.1f} GB available)",
         "disk": f"{needs.disk / _GB:.1f} GB in {settings.output.resolve()}",
     }
@@ -148,6 +149,16 @@ def print_plan(console: Console, settings: Settings, rows: Rows) -> None:
     for label, text in lines.items():
         table.add_row(f"[bold]{label}", text)
     console.print(table)
+
+
+def _source(settings: Settings) -> str:
+    address = settings.cache.address(settings.output, settings.name)
+    match settings.data.source:
+        case "cache":
+            return f"from {address}"
+        case "live_and_keep":
+            return f"kept in {address}"
+    return "nothing on disk"
 
 
 def _reasons(rows: Rows) -> str:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from dspark.data.captures import Origin, origin_of, schema_of
 from dspark.data.codecs import Codec, pack, relative_errors
 from dspark.data.folder import Folder, Sink
+from dspark.data.manifest import MANIFEST
 from dspark.data.shard_record import (
     LEDGER_SCHEMA,
     Distortion,
@@ -73,6 +74,12 @@ def write_shard(task: ShardTask, index: int, planned: Sequence[str], tables: Ite
         InputError: a table's origin is not the cache's (names the field), a value cannot be stored, the disk is full.
     """
     return copy_shard(task, index, planned, _packed(task, tables))
+
+
+def is_written(task: ShardTask, index: int) -> bool:
+    """Whether a shard is there: with its part of the ledger, or in a cache that is complete."""
+    names = Folder(task.folder).sizes().keys()
+    return shard_file(index) in names and bool({record_file(index), MANIFEST} & names)
 
 
 def copy_shard(task: ShardTask, index: int, planned: Sequence[str], samples: Iterable[StoredSample]) -> ShardRecord:
