@@ -105,7 +105,7 @@ def written_shards(
     tables = [pa.table({"shard": [index] * len(batches), "batch": batches}) for index, batches in shards.items()]
     # No more actors than shards: each costs the start of a target.
     most = min(len(tables), pool.max_actors or pool.actors)
-    return (
+    return iter(
         ray.data.from_arrow(tables)
         .map_batches(
             ShardActor,

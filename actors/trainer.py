@@ -141,8 +141,10 @@ def captured_tables(
     plan = task.plan
     remaining = windows(plan, task.settings.targets.window_rows, start * plan.global_batch)
     first = remaining[0].start // plan.global_batch if remaining else plan.steps
-    options = {"batch_size": task.settings.train.share, "batch_format": "pyarrow", "prefetch_batches": 1}
-    tables = chain.from_iterable(stream.iter_batches(**options) for stream in streams)
+    share = task.settings.train.share
+    tables = chain.from_iterable(
+        stream.iter_batches(batch_size=share, batch_format="pyarrow", prefetch_batches=1) for stream in streams
+    )
     for step in range(first, plan.steps):
         table = next(tables, None)
         if table is None:

@@ -73,9 +73,8 @@ class Settings(Section):
             )
         if self.data.source == "live_and_keep" and self.cache.taps != "bf16":
             raise ValueError(
-                f"cache.taps={self.cache.taps} loses precision, so with data.source=live_and_keep the first epoch would "
-                "train on other states than the later ones: keep cache.taps=bf16, or capture first and use "
-                "data.source=cache"
+                f"cache.taps={self.cache.taps} loses precision: with data.source=live_and_keep later epochs would "
+                "train on other states than the first; keep cache.taps=bf16, or capture first and use data.source=cache"
             )
         return self
 

@@ -77,7 +77,8 @@ def _finish(work: Capture, writer: CacheWriter) -> Manifest:
     if not writer.complete and (skipped := writer.skipped()):
         if len(skipped) == work.rows.table.num_rows:
             raise InputError("no sample gave finite states: check the target's weights, or try target.dtype=fp32")
-        names = dict(zip(*(work.rows.table.column(name).to_pylist() for name in ("sample_id", "conversation_id"))))
+        conversations = work.rows.table.column("conversation_id").to_pylist()
+        names = dict(zip(work.rows.sample_ids, conversations, strict=True))
         lines = [
             json.dumps({"sample_id": sample, "conversation": names[sample], "reason": "states are not finite"}) + "\n"
             for sample in skipped

@@ -45,6 +45,7 @@ class Capture:
     def identity(self) -> dict[str, Setting]:
         """What decides the bits beside the origin: bf16 states depend on the rows of their forward."""
         return {
+            "by": "capture",
             "targets.batch_tokens": self.settings.targets.batch_tokens,
             "cache.window_rows": self.settings.cache.window_rows,
             "cache.limit": self.settings.cache.limit,

@@ -16,6 +16,7 @@ from dspark.model.kinds import drafter_of
 from dspark.target import resolve
 from jobs.rows import Rows
 from jobs.session import target_actors
+from jobs.streams import check_keeping
 
 _GB = 1e9
 # Interpreter, torch, Ray and DeepSpeed of one process, measured as resident memory before any weight is loaded.
@@ -89,7 +90,7 @@ def _stored_weights(folder: Path) -> int:
 
 
 def check_machine(settings: Settings, rows: Rows) -> None:
-    """Refuses a run that this machine cannot hold. A cluster that is joined is checked by Ray instead.
+    """Refuses a run that this machine, or the cache that it keeps, cannot hold. Ray checks a cluster that is joined.
 
     Raises:
         InputError: what is short, by how much, and which settings need less.
@@ -111,6 +112,7 @@ def check_machine(settings: Settings, rows: Rows) -> None:
             f"{needs.evaluator_memory / _GB:.1f}, object store {needs.object_store / _GB:.1f}): lower {learnt}, "
             "targets.actors, train.workers, evaluate.actors or ray.object_store_mb"
         )
+    check_keeping(settings, rows)
 
 
 def memory_available() -> int:
@@ -141,7 +143,7 @@ def print_plan(console: Console, settings: Settings, rows: Rows) -> None:
         "rows": f"{rows.table.num_rows:,} with {rows.tokens:,} tokens; {len(rows.dropped)} dropped{_reasons(rows)}",
         "drafter": f"{needs.drafter_weights / 1e6:,.1f} M weights, {draft}",
         "steps": f"{plan.steps:,} of {train.global_batch} rows: {ranks}, ZeRO {train.zero_stage}, {train.precision}",
-        "stream": f"{per_token:,} bytes per token, {per_token * rows.tokens / _GB:.2f} GB per epoch, {_source(settings)}",
+        "stream": f"{per_token:,} bytes per token, {per_token * rows.tokens / _GB:.2f} GB per epoch, {_kept(settings)}",
         "memory": f"about {needs.memory / _GB:.1f} GB at most ({memory_available() / _GB:.1f} GB available)",
         "disk": f"{needs.disk / _GB:.1f} GB in {settings.output.resolve()}",
     }
@@ -151,7 +153,7 @@ def print_plan(console: Console, settings: Settings, rows: Rows) -> None:
     console.print(table)
 
 
-def _source(settings: Settings) -> str:
+def _kept(settings: Settings) -> str:
     address = settings.cache.address(settings.output, settings.name)
     match settings.data.source:
         case "cache":

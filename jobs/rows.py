@@ -123,8 +123,9 @@ def held_by_cache(
     lacking = [sample for sample in rendered.samples if sample.sample_id not in held | skipped]
     if lacking:
         raise InputError(
-            f"the cache {address} lacks {len(lacking)} of {len(rendered.samples)} samples, such as that of conversation "
-            f"{lacking[0].conversation_id}: capture these conversations into a new folder, or train on the others alone"
+            f"the cache {address} lacks {len(lacking)} of {len(rendered.samples)} samples, such as that of the "
+            f"conversation {lacking[0].conversation_id}: capture these conversations into a new "
+            "folder, or train on the others alone"
         )
     samples = tuple(sample for sample in rendered.samples if sample.sample_id in held)
     if not samples:

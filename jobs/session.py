@@ -34,7 +34,7 @@ def needed_gpus(settings: Settings) -> float:
 def target_actors(settings: Settings) -> int:
     """Most actors that hold a target while the drafter is trained.
 
-    From a cache none does, but for the one that is asked for the bigrams of `drafter.init=target` before the first step.
+    From a cache none does, but for the one that `drafter.init=target` asks for bigrams before the first step.
     """
     if settings.data.source == "cache":
         return int(settings.drafter.kind == "dspark" and settings.drafter.init == "target")

@@ -22,7 +22,8 @@ from ray.data import Dataset
 from actors.checkpoints import finished_steps, newest_checkpoint
 from actors.pipelines import cached_steps, captured_steps
 from dspark.config import Settings
-from dspark.data.cache import CacheWriter
+from dspark.data.cache import CacheWriter, check_room, expected_bytes
+from dspark.data.manifest import Setting
 from dspark.data.plan import windows
 from dspark.errors import InputError
 from jobs.rows import Rows
@@ -77,13 +78,26 @@ def kept_cache(settings: Settings, rows: Rows) -> CacheWriter:
         for window in windows(plan, pool.window_rows, 0)
         if plan.epochs[window.start] == 0
     ]
-    identity = {
+    identity: dict[str, Setting] = {
         "by": "live_and_keep",
         "targets.batch_tokens": pool.batch_tokens,
         "targets.window_rows": pool.window_rows,
     }
     address = settings.cache.address(settings.output, settings.name)
     return CacheWriter(address, rows.origin, settings.cache.codec, shards, identity)
+
+
+def check_keeping(settings: Settings, rows: Rows) -> None:
+    """Refuses a run with `live_and_keep` whose cache does not fit on its disk, or whose folder is another cache.
+
+    Raises:
+        InputError: how much space there is and is needed, or how the folder differs.
+    """
+    if settings.data.source != "live_and_keep":
+        return
+    with kept_cache(settings, rows) as writer:
+        missing = len(writer.unfinished()) / writer.shard_count
+        check_room(writer.task.folder, round(missing * expected_bytes(rows.origin, settings.cache.codec, rows.tokens)))
 
 
 def _check_kept(settings: Settings, rows: Rows, writer: CacheWriter, done: int) -> None:

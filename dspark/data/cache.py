@@ -136,6 +136,10 @@ class CacheWriter:
         return sorted(set(range(len(self._shards))) - self._finished().keys())
 
     @property
+    def shard_count(self) -> int:
+        return len(self._shards)
+
+    @property
     def all_written(self) -> bool:
         """Whether every shard has its file and its part of the ledger, by their names alone: quick to ask again."""
         names = self._folder.sizes().keys()
