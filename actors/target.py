@@ -70,6 +70,7 @@ class ShardActor:
         prove_capture(self.target, sample_at(self.rows, 0), task.origin.taps)
 
     def __call__(self, plan: pa.Table) -> pa.Table:
+        began = time.time()
         index, batches = plan.column("shard")[0].as_py(), plan.column("batch").to_pylist()
         planned = [self.rows.column("sample_id")[row].as_py() for batch in batches for row in batch]
         # The next forward runs while this one's states are written.
@@ -79,7 +80,7 @@ class ShardActor:
         except InputError as error:
             return pa.table({"fault": [str(error)]})
         done = {"rows": len(planned), "tokens": record.tokens, "bytes": record.bytes, "skipped": len(record.skipped)}
-        return pa.table({name: [value] for name, value in done.items()})
+        return pa.table({name: [value] for name, value in {**done, "began": began}.items()})
 
     def _captured(self, batch: list[int]) -> pa.Table:
         return capture(self.target, [sample_at(self.rows, row) for row in batch], self.task.origin, self.batch_tokens)

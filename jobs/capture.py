@@ -4,6 +4,8 @@ rows -> batches by length -> shards -> target actors: forward, write -> ledger, 
 """
 
 import json
+import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,8 +51,8 @@ def capture(settings: Settings, resume: str | None, dry_run: bool, estimate: boo
         check_room(work.address, work.bytes_of(missing))
         if missing:
             with ray_session(work.settings, work.booked):
-                _fill(console, work, written_by_actors(work, writer, missing))
-        manifest = _finish(work, writer)
+                _fill(console, work, missing, written_by_actors(work, writer, missing))
+        manifest = finish(work, writer)
     _print_result(console, work, manifest)
 
 
@@ -60,19 +62,23 @@ def written_by_actors(work: Capture, writer: CacheWriter, missing: list[int]) ->
     return written_shards(work.settings, writer.task, rows, {index: work.batches_of(index) for index in missing})
 
 
-def _fill(console: Console, work: Capture, results: Iterator[dict[str, Any]]) -> None:
-    """Shows the shards as they are finished; rows of an earlier run count as done."""
+def _fill(console: Console, work: Capture, missing: list[int], results: Iterator[dict[str, Any]]) -> None:
+    """Shows the shards as they are finished."""
     total = dict.fromkeys(("rows", "tokens", "bytes", "skipped"), 0)
-    with stage(console, "capture", work.rows.table.num_rows) as bar:
+    began = math.inf
+    with stage(console, "capture", sum(work.rows_of(index) for index in missing)) as bar:
         for result in results:
             if result.get("fault") is not None:
                 raise InputError(result["fault"])
             total = {name: value + result[name] for name, value in total.items()}
-            note = f"{total['tokens']:,} tokens  {bar.rate(total['tokens']):,.0f} tok/s  {total['bytes'] / 1e9:,.2f} GB"
+            # The clock runs from the first forward on: to start the actors is no part of the rate.
+            began = min(began, result["began"])
+            rate = total["tokens"] / max(1e-9, time.time() - began)
+            note = f"{total['tokens']:,} tokens  {rate:,.0f} tok/s  {total['bytes'] / 1e9:,.2f} GB"
             bar.update(total["rows"], note + (f"  {total['skipped']} skipped" if total["skipped"] else ""))
 
 
-def _finish(work: Capture, writer: CacheWriter) -> Manifest:
+def finish(work: Capture, writer: CacheWriter) -> Manifest:
     """The list of skipped samples beside the shards, then the manifest."""
     if not writer.complete and (skipped := writer.skipped()):
         if len(skipped) == work.rows.table.num_rows:

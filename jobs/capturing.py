@@ -69,6 +69,10 @@ class Capture:
         """Rows of each forward of a shard."""
         return [self.batches[number] for number in self.shards[shard]]
 
+    def rows_of(self, shard: int) -> int:
+        """Number of rows of a shard."""
+        return sum(map(len, self.batches_of(shard)))
+
     def bytes_of(self, shards: Iterable[int]) -> int:
         """About how many bytes these shards take."""
         tokens = sum(self.lengths[row] for shard in shards for batch in self.batches_of(shard) for row in batch)

@@ -28,7 +28,7 @@ def live(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> tuple[P
 
     Every forward holds one row: so a capture in the order of the rows gives the same bits as one in training order.
     """
-    changes = {"targets": {"window_rows": 4, "batch_tokens": 1}, "train": {"epochs": 2, "workers": 2}}
+    changes = {"targets": {"window_rows": 4, "batch_tokens": 1}, "train": {"epochs": 2}}
     preset = tiny_preset(tmp_path_factory.mktemp("live"), tiny_target, rows=7, **changes)
     settings = load_settings(preset, [])
     train(settings, None, False)
