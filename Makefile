@@ -19,7 +19,8 @@ demo test test-faults readme curves bench-capture bench-cache: export HF_HUB_OFF
 # Without a token, Ray writes none to the user's home. It knows `disabled` and `token`.
 test test-faults: export RAY_AUTH_MODE ?= disabled
 
-.PHONY: help readme record demo test test-faults lint quickstart-data curves bench-capture bench-cache pictures reference clean
+.PHONY: help readme record demo bench-capture bench-cache bench-step record-step test test-faults lint quickstart-data curves pictures \
+	reference clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -58,6 +59,12 @@ lint: $(STAMP) ## ruff and mypy
 
 quickstart-data: $(STAMP) ## write the quickstart's conversations again, with the target's own answers
 	$(BIN)/python -m jobs.quickstart_data
+
+bench-step: $(STAMP) ## measure the training step against the textbook's and against its bare products
+	PYTHONPATH=. $(BIN)/python benchmarks/train_step.py
+
+record-step: $(STAMP) ## the same, and write docs/performance.md
+	PYTHONPATH=. $(BIN)/python benchmarks/train_step.py --record
 
 curves: $(STAMP) ## compare loss curves of the quickstart: a second run, and two ranks under ZeRO 2 and 3
 	$(BIN)/python benchmarks/loss_curves.py

@@ -1,4 +1,4 @@
-"""Draws the attention masks of docs/algorithms.md from the code that training runs: `make pictures`."""
+"""Draws the attention masks of docs/algorithms.md from the rules that training is tested against: `make pictures`."""
 
 import sys
 from pathlib import Path

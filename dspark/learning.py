@@ -118,6 +118,9 @@ class TrainSettings(Section):
         "(taps + 1) x hidden values in `precision`, on the host and on the GPU; 0: each when it is needed",
     )
     anchors: Positive = Field(512, description="blocks drawn per row, A")
+    recompute: bool = Field(
+        False, description="compute each draft layer once more in the backward: less memory, about a quarter more time"
+    )
     logits_mb: Positive = Field(LOGITS_MB, description="memory of the objective's chunks of logits, in MB")
     epochs: Positive = Field(10, description="passes over the rows; rows without weight fill the last step")
     max_steps: Positive | None = Field(None, description="stop after so many optimizer steps, whatever `epochs` says")

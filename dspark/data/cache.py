@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
@@ -238,19 +239,28 @@ class CacheWriter:
     def _take_lock(self) -> None:
         if self._folder.local is None:
             return
-        self._lock = os.open(self._folder.local / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._lock = os.open(self._folder.local / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise InputError(
+                f"{self._folder.address} cannot be written: {error.strerror}: name another folder"
+            ) from error
         try:
             # The kernel gives it back when the process ends, however it ends.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             holder = os.pread(self._lock, 100, 0).decode(errors="replace").strip()
             self._release_lock()
             raise InputError(
                 f"{self._folder.address} is being written by another process ({holder or 'unknown'}): wait for it, or "
                 "name a new folder"
             ) from error
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+        except OSError:
+            # A file system that knows no locks: what holds for object stores holds here.
+            return
+        with suppress(OSError):  # on a full disk; it only makes the message above say more
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
 
     def _release_lock(self) -> None:
         if self._lock is not None:

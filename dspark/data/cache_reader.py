@@ -2,25 +2,26 @@
 
 ids -> ledger: shard, places, checksums -> plain reads of those bytes -> stored form undone -> the contract's table
 
-Nothing is mapped: what a reader holds is its ledger (some 200 bytes a sample) and the tables that it was asked for.
+Nothing is mapped: what a reader holds is its ledger (some 500 bytes a sample) and the tables that it was asked for.
 Columns are read where the ledger says they lie: a tap that is not wanted moves no bytes, and no footer is read.
 """
 
 import threading
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from dspark.data.cache import bytes_per_token
-from dspark.data.captures import Origin, schema_of
+from dspark.data.captures import Origin
 from dspark.data.codecs import Form, unpack
+from dspark.data.columns import as_table, empty_columns
 from dspark.data.folder import Folder, Source
 from dspark.data.manifest import read_ledger, read_manifest
 from dspark.data.prefetch import ahead
@@ -31,6 +32,8 @@ from dspark.errors import InputError
 _OPEN_SHARDS = 32
 # Values this near are read at once: headers of pages lie between, and a request costs more than these bytes.
 _GAP_BYTES = 4096
+# How much of what comes next the disk is told of.
+_ANNOUNCED_BYTES = 32 * 2**20
 
 
 class _Span(NamedTuple):
@@ -39,20 +42,6 @@ class _Span(NamedTuple):
     start: int
     end: int
     columns: tuple[int, ...]
-
-
-class _Column:
-    """One column of a table being read: one block of memory, cut into the samples' parts."""
-
-    def __init__(self, lengths: NDArray[np.int32], width: int) -> None:
-        self.offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths.astype(np.int64) * width)])
-        # Not from Arrow's pool, which gives memory back and gets it page by page: that halves the speed.
-        self._bytes = np.empty(int(self.offsets[-1]), np.uint8)
-        self.buffer = pa.py_buffer(self._bytes)
-
-    def part(self, row: int) -> NDArray[np.uint8]:
-        """Memory of one sample's value, to be written to."""
-        return self._bytes[self.offsets[row] : self.offsets[row + 1]]
 
 
 class CacheReader:
@@ -109,14 +98,16 @@ class CacheReader:
         Raises:
             InputError: a sample that is not there, a shard that is missing, truncated or damaged (names shard and row).
         """
+        self._announce([self._place(sample) for sample in ids])
+        return self._table(ids)
+
+    def _table(self, ids: Sequence[str]) -> pa.Table:
         places = [self._place(sample) for sample in ids]
-        lengths = self.lengths[places]
-        columns = [_Column(lengths, width) for width in self._widths]
-        self._announce(places)
+        columns = empty_columns(self.lengths[places], self._widths)
         # In the order of the files, whatever was asked for.
         for row in sorted(range(len(places)), key=lambda row: places[row]):
             self._read(places[row], self._forms, [column.part(row) for column in columns])
-        return self._assemble(places, columns)
+        return as_table(self.origin, self._ids.take(pa.array(places, pa.int64())), columns)
 
     def stored(self, sample: str) -> StoredSample:
         """One sample with the wanted values as they lie on disk.
@@ -154,7 +145,7 @@ class CacheReader:
         def size(ids: Sequence[str]) -> int:
             return token_bytes * sum(self.tokens(sample) for sample in ids)
 
-        return ahead(self._announced(batches), self.table, size, ahead_bytes)
+        return ahead(self._announced(batches, size), self._table, size, ahead_bytes)
 
     def tokens(self, sample: str) -> int:
         """Tokens of a sample."""
@@ -181,7 +172,11 @@ class CacheReader:
             # A local read goes straight to its place in the table.
             direct = len(span.columns) == 1 and forms[span.columns[0]] == "bf16"
             data = parts[span.columns[0]] if direct else self._scratch(span.end - span.start)
-            if (got := source.read_into(span.start, data)) != len(data):
+            try:
+                got = source.read_into(span.start, data)
+            except OSError as error:
+                raise self._damaged(place, f"it cannot be read ({error.strerror or error})") from error
+            if got != len(data):
                 raise self._damaged(place, f"the file ends after {span.start + got:,} bytes")
             for column in span.columns:
                 held = self._wanted[column]
@@ -222,17 +217,24 @@ class CacheReader:
             self._spare = np.empty(size, np.uint8)
         return self._spare[:size]
 
-    def _announced(self, batches: Iterable[Sequence[str]]) -> Iterator[Sequence[str]]:
-        """The batches; while one is being read, the disk is at the next."""
-        held: Sequence[str] | None = None
+    def _announced(
+        self, batches: Iterable[Sequence[str]], size: Callable[[Sequence[str]], int]
+    ) -> Iterator[Sequence[str]]:
+        """The batches; while one is being read, the disk is at the next ones."""
+        waiting: deque[tuple[Sequence[str], int]] = deque()
+        told = 0
         for batch in batches:
-            if held is not None:
-                with suppress(InputError):  # told when it is this batch's turn
-                    self._announce([self._place(sample) for sample in batch])
-                yield held
-            held = batch
-        if held is not None:
-            yield held
+            taken = 0
+            with suppress(InputError):  # raised when it is this batch's turn
+                self._announce([self._place(sample) for sample in batch])
+                taken = size(batch)
+            waiting.append((batch, taken))
+            told += taken
+            while told > _ANNOUNCED_BYTES and len(waiting) > 1:
+                batch, taken = waiting.popleft()
+                told -= taken
+                yield batch
+        yield from (batch for batch, _ in waiting)
 
     def _announce(self, places: Sequence[int]) -> None:
         """Lets the disk begin with all that will be read of some samples, so that it has more than one request."""
@@ -266,22 +268,6 @@ class CacheReader:
             f"{file}, row {row} (sample {self._ids[place].as_py()}): {what}: the file is damaged; "
             "`dspark cache verify` checks the others"
         )
-
-    def _assemble(self, places: Sequence[int], columns: Sequence[_Column]) -> pa.Table:
-        ids, mask, *states = columns
-        values = pa.Array.from_buffers(pa.int32(), len(ids.buffer) // 4, [None, ids.buffer])
-        offsets = pa.array(ids.offsets // 4, pa.int32())
-        arrays: list[pa.Array] = [
-            self._ids.take(pa.array(places, pa.int64())),
-            pa.ListArray.from_arrays(offsets, values),
-            _binary(pa.binary(), mask.offsets.astype(np.int32), mask.buffer),
-            *(_binary(pa.large_binary(), state.offsets, state.buffer) for state in states),
-        ]
-        return pa.table(arrays, schema=schema_of(self.origin))
-
-
-def _binary(kind: pa.DataType, offsets: NDArray[np.integer[Any]], data: pa.Buffer) -> pa.Array:
-    return pa.Array.from_buffers(kind, len(offsets) - 1, [None, pa.py_buffer(offsets), data])
 
 
 def _matrix(ledger: pa.Table, name: str, width: int) -> NDArray[np.int64]:

@@ -43,7 +43,7 @@ class Sink:
                 self.failed = error
                 raise
             self.crc32 = zlib.crc32(data, self.crc32)
-        self.size += size
+            self.size += size
         return size
 
     def tell(self) -> int:
@@ -116,8 +116,7 @@ class Folder:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file by name, temporary ones left out; empty where there is no such folder."""
-        found = self._files.get_file_info(pafs.FileSelector(self._path, allow_not_found=True))
-        return {info.base_name: info.size for info in found if info.is_file and not info.base_name.endswith(_PARTIAL)}
+        return {name: size for name, size in self._listed().items() if not name.endswith(_PARTIAL)}
 
     def make(self) -> None:
         """Creates the folder and those above it."""
@@ -160,10 +159,18 @@ class Folder:
             InputError: the disk is full or refuses.
         """
         sink: Sink | None = None
+        other: OSError | None = None
         try:
             with self._local(name) if self.local is not None else self._remote(name) as sink:
-                yield sink
+                try:
+                    yield sink
+                except OSError as error:
+                    # What is written may come from files, too.
+                    other = error if sink.failed is None else None
+                    raise
         except OSError as error:
+            if error is other:
+                raise
             raise InputError(
                 f"{self.where(name)} cannot be written, after {sink.size if sink else 0:,} bytes: {_reason(error)}. "
                 "Free space or write elsewhere; finished files stay"
@@ -181,10 +188,16 @@ class Folder:
 
     def remove_partial(self) -> None:
         """Deletes what a killed writer left half written."""
-        found = self._files.get_file_info(pafs.FileSelector(self._path, allow_not_found=True))
-        for info in found:
-            if info.base_name.endswith(_PARTIAL):
-                self.remove(info.base_name)
+        for name in self._listed():
+            if name.endswith(_PARTIAL):
+                self.remove(name)
+
+    def _listed(self) -> dict[str, int]:
+        try:
+            found = self._files.get_file_info(pafs.FileSelector(self._path, allow_not_found=True))
+        except OSError as error:
+            raise InputError(f"the folder {self.address} cannot be listed: {_reason(error)}") from error
+        return {info.base_name: info.size for info in found if info.is_file}
 
     @contextmanager
     def _local(self, name: str) -> Iterator[Sink]:

@@ -118,14 +118,16 @@ class RawCache:
 
     def _bytes(self, number: int, name: str, size: int) -> bytes:
         shard = int(self._index["shard"][number])
-        if self._open is None or self._open[0] != shard:
-            self.close()
-            self._open = (shard, os.open(self.folder / self._files[shard], os.O_RDONLY))
-        data = os.pread(self._open[1], size, int(self._index[name][number]))
+        where = self.folder / self._files[shard]
+        try:
+            if self._open is None or self._open[0] != shard:
+                self.close()
+                self._open = (shard, os.open(where, os.O_RDONLY))
+            data = os.pread(self._open[1], size, int(self._index[name][number]))
+        except OSError as error:
+            raise InputError(f"{where} cannot be read: {error.strerror}") from error
         if len(data) != size:
-            raise InputError(
-                f"{self.folder / self._files[shard]} ended while sample {number} was read: it was shortened"
-            )
+            raise InputError(f"{where} ended while sample {number} was read: it was shortened")
         return data
 
     def _read_manifest(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ files. With the codec `plain` a shard is the contract's own table, readable by a
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,28 +98,35 @@ def copy_shard(task: ShardTask, index: int, planned: Sequence[str], samples: Ite
 
 def _packed(task: ShardTask, tables: Iterable[pa.Table]) -> Iterator[StoredSample]:
     """The samples of captured tables as they go to disk."""
-    hidden = task.origin.hidden
     for table in tables:
-        check_same_origin(origin_of(table.schema), task.origin, "a captured table")
+        found = origin_of(table.schema)
+        # What a target gave is exact, whatever the cache will lose of it.
+        given = replace(found, codec=task.origin.codec) if found.codec == Codec().in_origin else found
+        check_same_origin(given, task.origin, "a captured table")
         for row in range(table.num_rows):
-            sample = table.column("sample_id")[row].as_py()
-            ids = table.column("input_ids")[row].values.to_numpy()
-            values: dict[str, pa.Buffer] = {}
-            distortion: dict[str, Distortion] = {}
-            for column in value_columns(task.origin.taps)[2:]:
-                exact = table.column(column)[row].as_buffer()
-                assert exact.size == len(ids) * hidden * 2, f"{column} of {sample} has {exact.size} bytes"
-                if exact.size > _LARGEST_VALUE:
-                    raise InputError(
-                        f"the sample {sample} has {len(ids)} tokens: {column} would take {exact.size:,} bytes, a value "
-                        f"on disk at most {_LARGEST_VALUE:,}: lower data.max_length"
-                    )
-                form = task.codec.form(column)
-                values[column] = pack(form, exact, hidden)
-                if form == "int8_outlier":
-                    errors = relative_errors(exact, values[column], hidden)
-                    distortion[column] = Distortion(float(errors.max()), float((errors**2).sum()), len(errors))
-            yield StoredSample(sample, ids, table.column("loss_mask")[row].as_buffer(), values, distortion)
+            yield _packed_row(task, table, row)
+
+
+def _packed_row(task: ShardTask, table: pa.Table, row: int) -> StoredSample:
+    hidden = task.origin.hidden
+    sample = table.column("sample_id")[row].as_py()
+    ids = table.column("input_ids")[row].values.to_numpy()
+    values: dict[str, pa.Buffer] = {}
+    distortion: dict[str, Distortion] = {}
+    for column in value_columns(task.origin.taps)[2:]:
+        exact = table.column(column)[row].as_buffer()
+        assert exact.size == len(ids) * hidden * 2, f"{column} of {sample} has {exact.size} bytes"
+        if exact.size > _LARGEST_VALUE:
+            raise InputError(
+                f"the sample {sample} has {len(ids)} tokens: {column} would take {exact.size:,} bytes, a value on disk "
+                f"at most {_LARGEST_VALUE:,}: lower data.max_length"
+            )
+        form = task.codec.form(column)
+        values[column] = pack(form, exact, hidden)
+        if form == "int8_outlier":
+            errors = relative_errors(exact, values[column], hidden)
+            distortion[column] = Distortion(float(errors.max()), float((errors**2).sum()), len(errors))
+    return StoredSample(sample, ids, table.column("loss_mask")[row].as_buffer(), values, distortion)
 
 
 class _Rows:

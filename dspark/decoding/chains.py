@@ -16,8 +16,8 @@ from torch import Tensor
 from dspark.decoding.kv import context_store
 from dspark.decoding.proposer import Proposal
 from dspark.decoding.sampling import Sampler
+from dspark.model.attention import KeyValues, Sight, nothing
 from dspark.model.eagle3 import Eagle3Drafter
-from dspark.model.layers import KeyValues
 from dspark.model.vocabulary import Vocabulary
 
 
@@ -57,8 +57,8 @@ class ChainProposer:
                 new = self.drafter.key_values(joined_R12H, positions_R1)
                 self.store.write(0, rows_R[:, None], positions_R1, _by_position(new))
             seen = self.store.view(0, 0, count, longest + slot)
-            visible_R11M = (torch.arange(longest + slot, device=rows_R.device) <= positions_R1)[:, None, None]
-            state_R1H = self.drafter(state_R1H, joined_R12H, positions_R1, seen, visible_R11M)
+            sight = Sight(torch.zeros_like(positions_R1), positions_R1 + 1)
+            state_R1H = self.drafter(state_R1H, joined_R12H, positions_R1, seen, nothing(seen), sight)
             logits_RD = self.vocabulary.draft_logits(self.drafter.norm(state_R1H)[:, 0]).float()
             token_R = sampler.choose(logits_RD, slot, self.vocabulary)
             tokens.append(token_R)

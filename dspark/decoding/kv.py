@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from dspark.model.attention import KeyValues
 from dspark.model.config import DraftConfig
 from dspark.model.families import head_shape
-from dspark.model.layers import KeyValues
 
 # Widths are multiples of this, so that requests of similar length share one allocation.
 _GRAIN = 64

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dspark.decoding.kv import context_store
 from dspark.decoding.sampling import Sampler
+from dspark.model.attention import KeyValues, Sight
 from dspark.model.drafter import Drafter
-from dspark.model.layers import KeyValues
 from dspark.model.vocabulary import Vocabulary
 
 
@@ -75,12 +75,9 @@ class Proposer:
         ids_RK[:, 0] = anchor_ids_R
         length = max(anchors)
         context = [self.store.view(number, 0, len(anchors), length) for number in range(config.layers)]
-        below_RL = torch.arange(length, device=device) < anchors_R1
-        own_RK = torch.ones_like(ids_RK, dtype=torch.bool)
-        visible_RM = torch.cat((below_RL, own_RK), dim=1)
         positions_RK = anchors_R1 + torch.arange(config.block, device=device)
-        visible_R1QM = visible_RM[:, None, None].expand(-1, -1, config.block, -1)
-        states_RKH: Tensor = self.drafter(self.vocabulary.embed(ids_RK), positions_RK, context, visible_R1QM)
+        below = Sight(torch.zeros_like(anchors_R1), anchors_R1)
+        states_RKH: Tensor = self.drafter(self.vocabulary.embed(ids_RK), positions_RK, context, below)
         return states_RKH
 
     def _confidences(self, states_RKH: Tensor, embedded: list[Tensor]) -> Tensor | None:

@@ -1,7 +1,11 @@
 """What drafters of every kind hold: the projection of the taps, the last norm, and which tokens they may propose."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dspark.model.config import DraftConfig
 from dspark.model.layers import RotaryTable, norm_of
@@ -16,6 +20,8 @@ class Backbone(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
+        # Whether the backward computes each draft layer once more, in place of keeping what it needs of them.
+        self.recompute = False
         self.rotary = RotaryTable(config)
         self.fc = nn.Linear(len(config.taps) * config.hidden, config.hidden, bias=False)
         self.norm = norm_of(config, config.hidden)
@@ -35,6 +41,14 @@ class Backbone(nn.Module):
         """Sets the ids [D], ascending, of the tokens that may be proposed."""
         self.d2t.copy_(kept_D - torch.arange(len(kept_D)))
         self.t2d.zero_()[kept_D] = True
+
+    def run(self, layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """layer(*inputs), of which only the inputs are kept for the backward where `recompute` is set."""
+        if not self.recompute:
+            return layer(*inputs)
+        # Draft layers draw no random numbers.
+        states: Tensor = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return states
 
     def randomise(self) -> None:
         """Linear weights become normal with the target's deviation, biases zero; norms are one from the start."""

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dspark.model.attention import KeyValues, Sight
 from dspark.model.backbone import Backbone
 from dspark.model.config import DSparkConfig
 from dspark.model.heads import ConfidenceHead, MarkovHead
-from dspark.model.layers import DraftLayer, KeyValues, norm_of
+from dspark.model.layers import DraftLayer, norm_of
 
 MARKOV_STD = 0.5
 
@@ -40,17 +41,12 @@ class Drafter(Backbone):
         rotary = self.rotary.at(positions_BS)
         return [layer.self_attn.key_values(feature_BSH, rotary) for layer in self.layers]
 
-    def forward(
-        self, embeddings_BQH: Tensor, positions_BQ: Tensor, context: list[KeyValues], visible_B1QM: Tensor
-    ) -> Tensor:
-        """Normed states [B, Q, H] of block positions.
-
-        `visible` [B, 1, Q, S + Q] is true where a query may look: context columns first, then the block columns.
-        """
+    def forward(self, embeddings_BQH: Tensor, positions_BQ: Tensor, context: list[KeyValues], sight: Sight) -> Tensor:
+        """Normed states [B, Q, H] of block positions; `sight` has the range of the context that each block sees."""
         x = embeddings_BQH
         rotary = self.rotary.at(positions_BQ)
         for layer, layer_context in zip(self.layers, context, strict=True):
-            x = layer(x, rotary, layer_context, visible_B1QM)
+            x = self.run(layer, x, rotary, layer_context, sight)
         return self.norm(x)
 
 

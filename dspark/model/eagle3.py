@@ -5,15 +5,16 @@
     the next draft: the row's own state as feature, the token just drafted, one position further
 
 Training runs all rows of a text through a few chained steps, decoding one row per request: both through `features`,
-`join`, `key_values` and `forward`. Shape suffixes: B batch, Q rows, L taps, H hidden width, M rows that can be seen.
+`join`, `key_values` and `forward`. Shape suffixes: B batch, Q rows, L taps, H hidden width.
 """
 
 import torch
 from torch import Tensor, nn
 
+from dspark.model.attention import KeyValues, Sight
 from dspark.model.backbone import Backbone
 from dspark.model.config import Eagle3Config
-from dspark.model.layers import DraftLayer, KeyValues, norm_of
+from dspark.model.layers import DraftLayer, Rotary, norm_of
 
 
 class Eagle3Layer(DraftLayer):
@@ -22,6 +23,12 @@ class Eagle3Layer(DraftLayer):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config, 2 * config.hidden)
         self.hidden_norm = norm_of(config, config.hidden)
+
+    def step(
+        self, feature_BQH: Tensor, joined_BQ2H: Tensor, rotary: Rotary, context: KeyValues, own: KeyValues, sight: Sight
+    ) -> Tensor:
+        """States [B, Q, H] of rows, from their features and from what they read."""
+        return self.after_attention(feature_BQH, self.self_attn.attend(joined_BQ2H, rotary, context, own, sight))
 
 
 class Eagle3Drafter(Backbone):
@@ -56,12 +63,20 @@ class Eagle3Drafter(Backbone):
         return self.layer.self_attn.key_values(joined_BQ2H, self.rotary.at(positions_BQ))
 
     def forward(
-        self, feature_BQH: Tensor, joined_BQ2H: Tensor, positions_BQ: Tensor, seen: KeyValues, visible_B1QM: Tensor
+        self,
+        feature_BQH: Tensor,
+        joined_BQ2H: Tensor,
+        positions_BQ: Tensor,
+        context: KeyValues,
+        own: KeyValues,
+        sight: Sight,
     ) -> Tensor:
-        """States [B, Q, H] before `norm`: the features of the next drafts. `seen` holds the rows' own keys too."""
-        layer = self.layer
-        mixed = layer.self_attn.attend(joined_BQ2H, self.rotary.at(positions_BQ), seen, visible_B1QM)
-        return layer.after_attention(feature_BQH, mixed)
+        """States [B, Q, H] before `norm`: the features of the next drafts.
+
+        A row's own key stands in the context, or in `own` [B, G, Q*E, D] with those of its E - 1 earlier drafts.
+        """
+        rotary = self.rotary.at(positions_BQ)
+        return self.run(self.layer.step, feature_BQH, joined_BQ2H, rotary, context, own, sight)
 
 
 def new_eagle3_drafter(config: Eagle3Config, seed: int, kept: Tensor | None = None) -> Eagle3Drafter:

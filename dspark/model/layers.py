@@ -4,16 +4,15 @@ Shape suffixes: B batch, Q block positions (A blocks of K slots), S context posi
 D head width, H hidden width.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dspark.errors import InputError
+from dspark.model.attention import KeyValues, Sight, attend
 from dspark.model.config import DraftConfig
 
 
@@ -92,18 +91,6 @@ class _RopeSource:
         """transformers calls this first; our parameters come from a configuration that has done it."""
 
 
-class KeyValues(NamedTuple):
-    """Rotated keys and values [B, G, positions, D] of one draft layer."""
-
-    keys: Tensor
-    values: Tensor
-
-
-def joined_keys(parts: Sequence[KeyValues]) -> KeyValues:
-    """Keys and values of several stretches of positions, one behind the other."""
-    return KeyValues(torch.cat([part.keys for part in parts], dim=2), torch.cat([part.values for part in parts], dim=2))
-
-
 class DraftAttention(nn.Module):
     """Block queries over context keys (prefix only) and the keys of their own block. It reads `width` units, or H."""
 
@@ -127,17 +114,14 @@ class DraftAttention(nn.Module):
             values = _normed(values, self.norm_eps).to(values.dtype)
         return KeyValues(rotary(self.k_norm(projected).transpose(1, 2)), values.transpose(1, 2))
 
-    def forward(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues, visible_B1QM: Tensor) -> Tensor:
-        own = self.key_values(x_BQH, rotary)
-        return self.attend(x_BQH, rotary, joined_keys((context, own)), visible_B1QM)
+    def forward(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues, sight: Sight) -> Tensor:
+        return self.attend(x_BQH, rotary, context, self.key_values(x_BQH, rotary), sight)
 
-    def attend(self, x_BQH: Tensor, rotary: Rotary, seen: KeyValues, visible_B1QM: Tensor) -> Tensor:
-        """What queries read from keys and values of any M positions, where `visible` is true."""
+    def attend(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues, own: KeyValues, sight: Sight) -> Tensor:
+        """What queries read from the context as far as they see it, and from their group's own keys."""
         queries = rotary(self.q_norm(self._heads(self.q_proj(x_BQH))).transpose(1, 2))
-        mixed = F.scaled_dot_product_attention(
-            queries, seen.keys, seen.values, attn_mask=visible_B1QM, scale=self.scale, enable_gqa=True
-        )
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        return self.o_proj(attend(queries, context, own, sight, scale).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
@@ -174,8 +158,8 @@ class DraftLayer(nn.Module):
             self.post_feedforward_layernorm = norm_of(config, config.hidden)
             self.register_buffer("layer_scalar", torch.ones(1))
 
-    def forward(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues, visible_B1QM: Tensor) -> Tensor:
-        return self.after_attention(x_BQH, self.self_attn(self.input_layernorm(x_BQH), rotary, context, visible_B1QM))
+    def forward(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues, sight: Sight) -> Tensor:
+        return self.after_attention(x_BQH, self.self_attn(self.input_layernorm(x_BQH), rotary, context, sight))
 
     def after_attention(self, x_BQH: Tensor, mixed_BQH: Tensor) -> Tensor:
         """What the layer gives from its residual and what attention has read."""

@@ -8,12 +8,14 @@ row's start, positions from the document's. Shape suffixes: B batch, A blocks pe
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dspark.model.attention import Sight
 from dspark.training.slots import Slots, slots_of
 
 
@@ -45,6 +47,7 @@ class Blocks:
     valid_BAK: Tensor  # bool, M: all labels up to this slot are supervised
     weights_BAK: Tensor  # fp32, w = M exp(-k/gamma)
     used: Slots  # where valid; listed here, on the host: a device could not without making it wait
+    reach: int  # no block sees a column from here on: the batch's largest anchor, at least 1
 
     @property
     def block(self) -> int:
@@ -60,6 +63,11 @@ class Blocks:
         """Positions of the slots in their documents, for the rotary tables."""
         return self.columns_BAK - self.starts_BA[..., None]
 
+    @cached_property
+    def sight(self) -> Sight:
+        """The context columns of each block: of its document, strictly below its anchor; none for a dummy block."""
+        return Sight(self.starts_BA, torch.where(self.keep_BA, self.anchors_BA, 0))
+
 
 def make_blocks(
     input_ids_BS: Tensor,
@@ -68,15 +76,16 @@ def make_blocks(
     block: int,
     gamma: float | None,
     starts_BS: Tensor | None = None,
+    least: int = 1,
 ) -> Blocks:
     """Blocks of `block` slots at the given anchors, one array of columns for each row.
 
     `gamma` None: no decay over the slots. `starts_BS`: the column at which each column's document begins; None: every
-    row is one document. Rows are filled with dummies up to the largest number of anchors, at least 1. All tensors are
-    on the host.
+    row is one document. Rows are filled with dummies up to the largest number of anchors, and up to `least`. All
+    tensors are on the host.
     """
     length = input_ids_BS.shape[1]
-    width = max(1, *(len(row) for row in anchors))
+    width = max(least, *(len(row) for row in anchors))
     anchors_BA = torch.zeros(len(anchors), width, dtype=torch.int64)
     keep_BA = torch.zeros(len(anchors), width, dtype=torch.bool)
     for row, columns in enumerate(anchors):
@@ -108,6 +117,7 @@ def make_blocks(
         valid_BAK=valid_BAK,
         weights_BAK=valid_BAK.float() * decay_K,
         used=slots_of(valid_BAK, columns_BAK, length),
+        reach=max(1, *(int(columns.max(initial=0)) for columns in anchors)),
     )
 
 
@@ -116,10 +126,11 @@ def _gather(values_BS: Tensor, columns_BAK: Tensor) -> Tensor:
 
 
 def visibility(blocks: Blocks, context: int) -> Tensor:
-    """Mask [B, 1, A*K, context + A*K]: which columns each slot may attend to.
+    """Mask [B, 1, A*K, context + A*K]: which columns each slot may attend to, as one dense statement of the rule.
 
-    True for context columns of the same document strictly below the anchor and for all slots of the same block. A dummy
-    block sees only itself, so that no softmax is empty.
+    True for context columns of the same document
+    strictly below the anchor and for all slots of the same block. A dummy block sees only itself, so that no softmax is
+    empty. Training reads `Blocks.sight`, which says the same in two numbers per block; tests and pictures read this.
     """
     anchors_BQ1 = torch.where(blocks.keep_BA, blocks.anchors_BA, 0).repeat_interleave(blocks.block, dim=1)[..., None]
     starts_BQ1 = blocks.starts_BA.repeat_interleave(blocks.block, dim=1)[..., None]

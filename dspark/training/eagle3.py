@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dspark.learning import LOGITS_MB
+from dspark.model.attention import KeyValues, nothing
 from dspark.model.eagle3 import Eagle3Drafter
-from dspark.model.layers import joined_keys
 from dspark.model.vocabulary import Vocabulary
 from dspark.training.batch import Batch
 from dspark.training.blocks import Blocks
@@ -29,21 +29,21 @@ def run_chains(drafter: Eagle3Drafter, vocabulary: Vocabulary, batch: Batch, cha
     A row at step j sees the rows up to its own at step 0, and of the later steps its own up to j: what decoding has in
     its store when it drafts from that row. Row t stands at position t+j then.
     """
-    rows_BA = (chains.anchors_BA - 1).clamp(min=0)
-    feature_BSH = drafter.features(batch.taps_BSLH)
-    # The last row of a text has no token behind it but a stranger's, and no chain sees that far.
-    joined_BS2H = drafter.join(feature_BSH, vocabulary.embed(batch.input_ids_BS.roll(-1, dims=1)))
-    seen = [drafter.key_values(joined_BS2H, batch.positions_BS)]
-    visible_B1AM = visible_rows(rows_BA, chains.starts_BA, batch.input_ids_BS.shape[1], chains.block)
+    rows_BA, seen = (chains.anchors_BA - 1).clamp(min=0), slice(0, chains.reach)
+    # The last row of a text has no token behind it but a stranger's. No chain sees it, nor any behind the last.
+    feature_BSH = drafter.features(batch.taps_BSLH[:, seen])
+    joined_BS2H = drafter.join(feature_BSH, vocabulary.embed(batch.input_ids_BS.roll(-1, dims=1)[:, seen]))
+    context = drafter.key_values(joined_BS2H, batch.positions_BS[:, seen])
+    later: list[KeyValues] = []
     state, joined = _rows(feature_BSH, rows_BA), _rows(joined_BS2H, rows_BA)
     states = []
     for step in range(chains.block):
         positions_BA = chains.positions_BAK[..., step] - 1
         if step:
             joined = drafter.join(state, vocabulary.embed(chains.previous_BAK[..., step]))
-            seen.append(drafter.key_values(joined, positions_BA))
-        keys = joined_keys(seen)
-        state = drafter(state, joined, positions_BA, keys, visible_B1AM[..., : keys.keys.shape[2]])
+            later.append(drafter.key_values(joined, positions_BA))
+        own = _by_row(later) if later else nothing(context)
+        state = drafter(state, joined, positions_BA, context, own, chains.sight)
         states.append(drafter.norm(state))
     return torch.stack(states, dim=2)
 
@@ -52,10 +52,16 @@ def _rows(values_BSX: Tensor, rows_BA: Tensor) -> Tensor:
     return values_BSX.gather(1, rows_BA[..., None].expand(-1, -1, values_BSX.shape[-1]))
 
 
+def _by_row(steps: list[KeyValues]) -> KeyValues:
+    """Keys and values [B, G, A*E, D] of E steps, those of a row side by side."""
+    keys, values = (torch.stack(parts, dim=3).flatten(2, 3) for parts in zip(*steps, strict=True))
+    return KeyValues(keys, values)
+
+
 def visible_rows(rows_BA: Tensor, starts_BA: Tensor, length: int, steps: int) -> Tensor:
     """Mask [B, 1, A, S + (K-1) A]: rows of step 0 from the text's first to the own one, then the own of later steps.
 
-    Dense, so a step costs (S + jA) A in place of S A + jA; next to the products with the head that is little.
+    One dense statement of the rule, for tests and pictures; training reads `Blocks.sight`.
     """
     columns_S = torch.arange(length, device=rows_BA.device)
     upto_BAS = (starts_BA[..., None] <= columns_S) & (columns_S <= rows_BA[..., None])

@@ -20,6 +20,7 @@ AnyObjective = DraftObjective | Eagle3Objective
 
 def objective_of(drafter: AnyDrafter, settings: Settings) -> AnyObjective:
     """The drafter with its loss, as the module that a training engine wraps."""
+    drafter.recompute = settings.train.recompute
     if isinstance(drafter, Drafter):
         return DraftObjective(drafter, settings.loss, settings.train.logits_mb)
     return Eagle3Objective(drafter, settings.train.logits_mb)
@@ -38,10 +39,12 @@ def blocks_of(
     lengths: Sequence[int],
     settings: Settings,
     places: Sequence[Place],
+    least: int = 1,
 ) -> Blocks | Chains:
     """Blocks or chains at the anchors, an array of columns for each row of the batch.
 
-    `lengths`: tokens of each sample, 0 for one that takes no part; `places`: where each lies.
+    `lengths`: tokens of each sample, 0 for one that takes no part; `places`: where each lies. Rows of blocks are
+    filled with dummies up to `least`; chains are as many as carry loss.
     """
     if settings.drafter.kind == "eagle3":
         return make_chains(tokens, anchors, lengths, settings.eagle3, places)
@@ -52,6 +55,7 @@ def blocks_of(
         settings.drafter.block,
         settings.loss.gamma,
         tokens.starts_BS,
+        least,
     )
 
 

@@ -15,7 +15,7 @@ from dspark.learning import LOGITS_MB, LossSettings
 from dspark.model.drafter import Drafter
 from dspark.model.vocabulary import Vocabulary
 from dspark.training.batch import Batch
-from dspark.training.blocks import Blocks, block_inputs, visibility
+from dspark.training.blocks import Blocks, block_inputs
 from dspark.training.means import Mean, Means, weighted_mean
 from dspark.training.slots import Slots
 from dspark.training.terms import Judged, MarkovBias, judge
@@ -41,12 +41,12 @@ class Objective:
 
 def run_drafter(drafter: Drafter, vocabulary: Vocabulary, batch: Batch, blocks: Blocks) -> DraftOutput:
     """One parallel pass over all blocks of the batch, teacher-forced."""
-    context = drafter.context(_seen_taps(batch, blocks), batch.positions_BS)
+    context = drafter.context(_seen_taps(batch, blocks), batch.positions_BS[:, : blocks.reach])
     hidden_BQH = drafter(
         vocabulary.embed(block_inputs(blocks, drafter.config.mask_token_id)),
         blocks.positions_BAK.flatten(1),
         context,
-        visibility(blocks, batch.input_ids_BS.shape[1]),
+        blocks.sight,
     )
     hidden_BAKH = hidden_BQH.unflatten(1, (-1, blocks.block))
     embedded, features = None, None
@@ -60,16 +60,20 @@ def run_drafter(drafter: Drafter, vocabulary: Vocabulary, batch: Batch, blocks: 
 
 
 def _seen_taps(batch: Batch, blocks: Blocks) -> Tensor:
-    """Taps [B, S, L*H] with zeros from each document's last anchor on, where no block looks.
+    """Taps [B, R, L*H] of the columns before the batch's last anchor; zeros from each document's last anchor on.
 
-    A hidden value that is not a number would pass the attention mask all the same: 0 x NaN is NaN.
+    No block looks at either. Columns behind the last anchor of all are left out, so that no layer projects them. Those
+    between documents, and behind a row's own last anchor, are projected with the rest, and a value there that is not a
+    number would reach the weights: their gradient sums over all columns, and 0 x NaN is NaN.
     """
     starts_BS = batch.starts_BS
     anchors_BA = torch.where(blocks.keep_BA, blocks.anchors_BA, 0)
     # At each document's first column, its last anchor; 0 for a document without one.
     last_BS = torch.zeros_like(starts_BS).scatter_reduce(1, blocks.starts_BA, anchors_BA, "amax")
     columns_S = torch.arange(starts_BS.shape[1], device=starts_BS.device)
-    return batch.taps_BSLH.masked_fill((columns_S >= last_BS.gather(1, starts_BS))[..., None], 0)
+    hidden_BS = columns_S >= last_BS.gather(1, starts_BS)
+    seen = slice(0, blocks.reach)
+    return batch.taps_BSLH[:, seen].masked_fill(hidden_BS[:, seen, None], 0)
 
 
 def draft_logits(drafter: Drafter, vocabulary: Vocabulary, output: DraftOutput, slots: Tensor) -> Tensor:

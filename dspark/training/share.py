@@ -81,6 +81,8 @@ def make_share(
     ids, masks = table.column("sample_id").to_pylist(), loss_masks(table)
     counted = [plan.counted[position] for position in positions]
     finite = finite_samples(table, draft.taps)
+    # A GPU's kernels are compiled for a number of slots, and idle ones cost little.
+    least = train.anchors if pinned else 1
     micro_batches, blocks, available, used = [], [], 0, 0
     for at in range(0, len(positions), train.micro_batch):
         rows = range(at, min(at + train.micro_batch, len(positions)))
@@ -97,7 +99,7 @@ def make_share(
             anchors.append(drawn)
             lengths.append(length)
         micro_batches.append(Rows(part, places, {row - at for row in rows if not finite[row]}))
-        blocks.append(blocks_of(tokens_of(part, places), placed(anchors, places), lengths, settings, places))
+        blocks.append(blocks_of(tokens_of(part, places), placed(anchors, places), lengths, settings, places, least))
     bad = sum(counts and not good for counts, good in zip(counted, finite, strict=True))
     return Share(
         batches=MicroBatches(micro_batches, draft.taps, draft.hidden, DTYPES[train.precision], pinned),

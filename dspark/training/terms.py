@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dspark.model.vocabulary import Vocabulary
 from dspark.training.slots import Chunk, Slots, chunks
-from dspark.training.tiles import Tile, judge_tile
+from dspark.training.verdicts import Tile, judge_tile
 from dspark.training.workspace import Workspace
 
 # A tile and its temporaries fit a core's second-level cache; a GPU wants its kernels large.
@@ -61,7 +61,7 @@ class Terms(NamedTuple):
     total: Tensor  # sum of weight x (ce x cross-entropy + l1 x distance)
     ce_N: Tensor
     l1_N: Tensor  # |p - q|, summed over all tokens
-    greedy_N: Tensor  # bool: the likeliest tokens of both are the same
+    greedy_N: Tensor  # bool: the likeliest tokens of both are the same, or one of equally likely ones
 
     @property
     def accept_N(self) -> Tensor:
@@ -153,6 +153,7 @@ class _Run:
         """Terms and gradients of a chunk's slots."""
         judged, vocabulary = self.judged, self.judged.vocabulary
         probs_pD, mass_p1, best_p = self._teacher(chunk)
+        best_p1, kept_p = (value[:, None] for value in vocabulary.draft_ids(best_p))
         head_DH = vocabulary.draft_head_DH
         logits_cD = self.workspace.product("logits", self.hidden_NH[chunk.slots], head_DH, self.dtype)
         slope_cD = None
@@ -167,14 +168,15 @@ class _Run:
             if self.bias is not None:
                 self.bias.add_to(logits_nD, at)
             tile = Tile(
-                probs_nD=probs_pD[row_n],
+                probs_nD=probs_pD.index_select(0, row_n),  # a quarter of the time of probs_pD[row_n]
+                best_n1=best_p1[row_n],
                 mass_n1=None if mass_p1 is None else mass_p1[row_n],
                 labels_n1=None if self.labels_N1 is None else self.labels_N1[at],
                 ce_n1=self.ce_N1[at],
                 l1_n1=None if self.l1_N1 is None else self.l1_N1[at],
             )
-            self.ce_N[at], self.l1_N[at], best_n = judge_tile(logits_nD, tile, self.differentiate)
-            self.greedy_N[at] = vocabulary.tokens(best_n) == best_p[row_n]
+            self.ce_N[at], self.l1_N[at], greedy_n = judge_tile(logits_nD, tile, self.differentiate)
+            self.greedy_N[at] = greedy_n & kept_p[row_n, 0]
             if self.bias is not None and self.differentiate:
                 self.bias.gather_from(logits_nD, at)
         if self.d_hidden_NH is not None:
@@ -192,7 +194,7 @@ class _Run:
         logits_pV = self.workspace.product("target", states_pH, vocabulary.head_VH, self.dtype)
         if vocabulary.soft_cap is not None:
             _cap(logits_pV, vocabulary.soft_cap)
-        best_p = logits_pV.argmax(-1)
+        best_p = logits_pV.max(-1).indices  # faster than argmax
         probs_pV = torch.softmax(logits_pV, -1, out=logits_pV)
         if vocabulary.kept_D is None:
             return probs_pV, None, best_p
@@ -229,7 +231,7 @@ class _BiasRun:
             self.d_bias = self.workspace.take("bias gradient", shape, self.dtype, self.bias.device).zero_()
 
     def add_to(self, logits_nD: Tensor, slots: slice) -> None:
-        logits_nD += self.bias[self.row_N[slots] - self.own.start]
+        logits_nD += self.bias.index_select(0, self.row_N[slots] - self.own.start)
 
     def gather_from(self, d_logits_nD: Tensor, slots: slice) -> None:
         self.d_bias.index_add_(0, self.row_N[slots] - self.own.start, d_logits_nD)

@@ -19,7 +19,7 @@ from actors.trainer import Clock, optimizer_step
 from actors.zero import make_engine, whole_state
 from dspark.config import Settings
 from dspark.data.plan import Plan
-from dspark.training.objective import DraftObjective
+from dspark.training.kinds import objective_of
 from dspark.training.ready import ready_shares
 from dspark.training.share import Share, make_share
 from tests.dspark.small import small_config, small_drafter, small_vocabulary
@@ -44,6 +44,7 @@ class Deal:
     stage: int = 1
     pack_tokens: int | None = None
     denominator: str = "global"
+    recompute: bool = False
 
     @property
     def settings(self) -> Settings:
@@ -54,6 +55,7 @@ class Deal:
             micro_batch=self.micro_batch,
             pack_tokens=self.pack_tokens,
             zero_stage=self.stage,
+            recompute=self.recompute,
             clip=CLIP,
             warmup=0.0,
             lr=1e-3,
@@ -75,7 +77,7 @@ def steps_of(deal: Deal, rank: int) -> list[Step]:
     """The optimizer steps of this rank over all rows; every rank of the group calls it with the same deal."""
     settings, share = deal.settings, ROWS // deal.workers
     plan = Plan(tuple(range(len(MASKS))), (True,) * len(MASKS), (0,) * len(MASKS), ROWS)
-    engine = make_engine(DraftObjective(small_drafter(CONFIG), settings.loss), settings.train, steps=100)
+    engine = make_engine(objective_of(small_drafter(CONFIG), settings), settings.train, steps=100)
     found: dict[str, Tensor] = {}
     update = engine.step
 

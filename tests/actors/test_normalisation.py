@@ -21,6 +21,7 @@ GLOBAL = [
     *(Deal(2, micro_batch, stage) for micro_batch in (1, 4) for stage in (1, 3)),
     Deal(2, 4, pack_tokens=24),
     Deal(1, 4, pack_tokens=16),
+    *(Deal(workers, 2, stage, recompute=True) for workers, stage in ((1, 1), (2, 3))),
 ]
 PUBLISHED = [Deal(workers, 2, stage, denominator="micro_batch") for workers, stage in ((1, 1), (2, 1), (2, 3))]
 

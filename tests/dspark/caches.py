@@ -49,10 +49,10 @@ def states(number: int, column: int) -> Tensor:
     return values.bfloat16()
 
 
-def table(numbers: Sequence[int], codec: Codec = PLAIN, taps: tuple[int, ...] = TAPS) -> pa.Table:
-    """What a target gives for these samples; a lossy codec is named in the origin, the values are exact."""
+def table(numbers: Sequence[int], taps: tuple[int, ...] = TAPS) -> pa.Table:
+    """What a target gives for these samples."""
     by_tap = {tap: [states(number, tap) for number in numbers] for tap in taps}
-    return encode(origin_for(codec, taps), [sample(n) for n in numbers], by_tap, [states(n, 99) for n in numbers])
+    return encode(origin_for(PLAIN, taps), [sample(n) for n in numbers], by_tap, [states(n, 99) for n in numbers])
 
 
 def planned(shards: Sequence[Sequence[int]] = SHARDS) -> list[list[str]]:
@@ -70,7 +70,7 @@ def write_cache(
     here = replace(origin_for(codec, taps), **origin)
     with CacheWriter(str(address), here, codec, planned(shards), {"batch_tokens": 64}) as writer:
         for index in writer.unfinished():
-            given = table(shards[index], codec, taps)
-            given = given.replace_schema_metadata(schema_of(here).metadata)
+            given = table(shards[index], taps)
+            given = given.replace_schema_metadata(schema_of(replace(here, codec=PLAIN.in_origin)).metadata)
             write_shard(writer.task, index, planned(shards)[index], [given])
         return writer.finish()

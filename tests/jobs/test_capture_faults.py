@@ -1,4 +1,4 @@
-"""Captures that are killed in the middle and go on: real processes, real signals, the same bits as an undisturbed one."""
+"""Captures that are killed in the middle and go on: real processes and signals, the bits of an undisturbed one."""
 
 import os
 import shutil

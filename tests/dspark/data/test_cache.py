@@ -222,6 +222,16 @@ def test_a_table_of_another_origin_enters_no_shard(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*shard*"))
 
 
+def test_states_that_lost_something_enter_no_exact_cache(tmp_path: Path) -> None:
+    write_cache(tmp_path / "lossy", Codec(taps="int8_outlier"))
+    lossy = CacheReader(str(tmp_path / "lossy")).table(["id-0"])
+    with (
+        CacheWriter(str(tmp_path / "exact"), origin_for(), PLAIN, planned(), {}) as writer,
+        pytest.raises(InputError, match="codec='int8_outlier', this run needs 'plain'"),
+    ):
+        write_shard(writer.task, 0, planned()[0], [lossy])
+
+
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
     """No file of this process may grow beyond `size` bytes: what a full disk does, but to one test."""
@@ -246,6 +256,13 @@ def test_a_disk_that_is_full_in_mid_write_leaves_no_half_shard(tmp_path: Path, s
         assert writer.unfinished() == [0, 2]
 
 
+def test_an_error_of_what_is_written_is_not_told_as_the_disks(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="elsewhere"), Folder(tmp_path).create("file") as sink:
+        sink.write(b"begun")
+        (tmp_path / "elsewhere").read_bytes()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tables_read_ahead_come_in_order(tmp_path: Path) -> None:
     write_cache(tmp_path)
     batches = [["id-6", "id-1"], ["id-3"], [], ["id-0", "id-2", "id-4"]]
@@ -258,11 +275,12 @@ def test_tables_read_ahead_come_in_order(tmp_path: Path) -> None:
 
 
 def test_threads_may_share_a_reader(tmp_path: Path) -> None:
-    write_cache(tmp_path)
+    many = list(range(40))  # more shards than a reader keeps open
+    write_cache(tmp_path, shards=[(number,) for number in many])
     reader = CacheReader(str(tmp_path))
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda number: reader.table([name(number)]), ALL * 5))
-    assert pa.concat_tables(found).equals(table(ALL * 5))
+        found = list(pool.map(lambda number: reader.table([name(number)]), many * 2))
+    assert pa.concat_tables(found).equals(table(many * 2))
 
 
 def test_a_cache_that_cannot_fit_is_refused_before_it_is_begun(tmp_path: Path) -> None:

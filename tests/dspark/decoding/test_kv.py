@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Gemma4UnifiedTextConfig, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dspark.decoding.kv import Aim, AimedCache, Store, target_store
-from dspark.model.layers import KeyValues
+from dspark.model.attention import KeyValues
 from dspark.sections import TargetSettings
 from dspark.target import Target, load_target
 from tests.tiny import gemma4_sizes, tiny_target_folder, tiny_tokenizer

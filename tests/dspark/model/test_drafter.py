@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dspark.model.attention import Sight
 from dspark.model.drafter import Drafter, new_drafter
 from dspark.training.batch import Batch
 from dspark.training.blocks import Blocks
@@ -120,7 +121,7 @@ def test_decoding_one_block_over_a_growing_context_equals_training() -> None:
                 vocabulary.embed(ids),
                 anchor + torch.arange(CONFIG.block)[None],
                 context,
-                torch.ones(1, 1, CONFIG.block, anchor + CONFIG.block, dtype=torch.bool),
+                Sight(torch.tensor([[0]]), torch.tensor([[anchor]])),
             )
             torch.testing.assert_close(found[0], trained[0, number], rtol=1e-5, atol=1e-5)
 

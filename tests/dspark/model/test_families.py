@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from dspark.errors import InputError
 from dspark.learning import DrafterSettings
+from dspark.model.attention import Sight
 from dspark.model.config import DSparkConfig, draft_config
 from dspark.model.families import FAMILIES, GEMMA4_FORM, LLAMA_FORM, QWEN3_FORM, family_of, window
 from dspark.model.layers import DraftLayer, RMSNorm, RotaryTable
@@ -45,15 +46,15 @@ def draft_layer(config: DSparkConfig) -> DraftLayer:
 
 
 def assert_rows_of_a_sequence_come_out_the_same(layer: DraftLayer, config: DSparkConfig, twin: nn.Module) -> None:
-    """Fed what the target's layer reads, the block of the last four rows over a context of five gives its output."""
+    """Fed what the target's layer reads, the last four rows, each over the rows before it, give its output."""
     twin.load_state_dict(layer.state_dict(), strict=True)
     x = torch.randn(1, 9, config.hidden, generator=torch.Generator().manual_seed(3))
     positions, table = torch.arange(9)[None], RotaryTable(config)
-    whole, before, block = table.at(positions), table.at(positions[:, :5]), table.at(positions[:, 5:])
+    whole, before, block = table.at(positions), table.at(positions[:, :8]), table.at(positions[:, 5:])
     causal = torch.ones(9, 9, dtype=torch.bool).tril()[None, None]
     expected = twin(x, attention_mask=causal, position_embeddings=(whole.cos, whole.sin), shared_kv_states={})
-    context = layer.self_attn.key_values(layer.input_layernorm(x[:, :5]), before)
-    found = layer(x[:, 5:], block, context, causal[:, :, 5:])
+    context = layer.self_attn.key_values(layer.input_layernorm(x[:, :8]), before)
+    found = layer(x[:, 5:], block, context, Sight(torch.zeros_like(positions[:, 5:]), positions[:, 5:]))
     torch.testing.assert_close(found, expected[:, 5:], rtol=1e-5, atol=1e-5)
 
 

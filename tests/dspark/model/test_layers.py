@@ -11,9 +11,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 
 from dspark.errors import InputError
 from dspark.learning import DrafterSettings
+from dspark.model.attention import KeyValues, Sight
 from dspark.model.config import DSparkConfig, draft_config
 from dspark.model.drafter import Drafter
-from dspark.model.layers import DraftLayer, KeyValues, RMSNorm, RotaryTable
+from dspark.model.layers import DraftLayer, RMSNorm, RotaryTable
 from tests.dspark.small import small_config, small_drafter
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -126,7 +127,8 @@ def test_a_draft_layer_without_context_is_a_qwen3_layer_that_sees_everything() -
     rotary = RotaryTable(config_for(target)).at(positions)
     visible = torch.ones(2, 1, 5, 5, dtype=torch.bool)
     expected = twin(x, attention_mask=visible, position_embeddings=(rotary.cos, rotary.sin))
-    torch.testing.assert_close(layer(x, rotary, nothing(layer, x), visible), expected, rtol=1e-5, atol=1e-5)
+    own_alone = Sight(torch.zeros(2, 1, dtype=torch.long), torch.zeros(2, 1, dtype=torch.long))
+    torch.testing.assert_close(layer(x, rotary, nothing(layer, x), own_alone), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_context_keys_are_those_of_the_same_positions_in_one_sequence() -> None:
@@ -136,9 +138,10 @@ def test_context_keys_are_those_of_the_same_positions_in_one_sequence() -> None:
     x = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(3))
     table = RotaryTable(config_for(target))
     positions = torch.arange(9)[None]
-    whole, before, block = table.at(positions), table.at(positions[:, :5]), table.at(positions[:, 5:])
+    whole, before, block = table.at(positions), table.at(positions[:, :8]), table.at(positions[:, 5:])
     causal = torch.ones(9, 9, dtype=torch.bool).tril()
     expected = twin(x, attention_mask=causal[None, None], position_embeddings=(whole.cos, whole.sin))[:, 5:]
-    context = layer.self_attn.key_values(layer.input_layernorm(x[:, :5]), before)
-    found = layer(x[:, 5:], block, context, causal[None, None, 5:])
+    context = layer.self_attn.key_values(layer.input_layernorm(x[:, :8]), before)
+    # Each row is a group of its own, over the rows before it.
+    found = layer(x[:, 5:], block, context, Sight(torch.zeros_like(positions[:, 5:]), positions[:, 5:]))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -131,6 +131,17 @@ def test_visibility_is_the_prefix_below_the_anchor_and_the_own_block(anchors: li
             slots = [column // size == block for column in range(width * size)]
             assert visible[row, 0, query].tolist() == context + slots
     assert visible.any(-1).all()  # no softmax is empty
+    # Training reads ranges, which say the same; the slots of a single block share a line.
+    ranged = blocks.sight.mask(size, length, size)
+    assert torch.equal(ranged.expand_as(visible), visible)
+    assert blocks.reach == max(1, *(max(row, default=0) for row in anchors))
+
+
+def test_rows_are_filled_with_dummies_up_to_the_least_number_of_blocks() -> None:
+    ids = torch.arange(8).view(2, 4)
+    found = [make_blocks(ids, torch.ones(2, 4), positions([0, 1], []), 2, None, least=least) for least in (1, 5)]
+    assert [blocks.keep_BA.shape[1] for blocks in found] == [2, 5]
+    assert found[0].weights_BAK.sum() == found[1].weights_BAK.sum() == 4
 
 
 def test_used_slots_are_listed_by_the_column_that_they_need_of_the_target() -> None:

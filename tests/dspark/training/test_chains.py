@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from dspark.learning import Eagle3Settings
 from dspark.training.chains import Chains, chain_anchors, make_chains
+from dspark.training.eagle3 import visible_rows
 from tests.dspark.plain_eagle3 import carries
 from tests.dspark.small import SMALL_EAGLE3, small_batch
 
@@ -86,3 +87,13 @@ def test_what_is_trained_or_measured_is_listed_on_the_host() -> None:
     assert sorted(chains.used.index_N.tolist()) == used_BAK.flatten().nonzero().flatten().tolist()
     columns_BAK = torch.arange(2)[:, None, None] * 6 + chains.columns_BAK
     assert torch.equal(chains.used.place_P[chains.used.row_N], columns_BAK.flatten()[chains.used.index_N])
+
+
+def test_a_chain_sees_the_rows_up_to_its_own() -> None:
+    masks = [[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]
+    _, chains = chains_of(masks)
+    dense = visible_rows(chains.anchors_BA - 1, chains.starts_BA, length=6, steps=1)
+    ranged = chains.sight.mask(slots=1, context=6, own=0)
+    kept = chains.keep_BA[:, None, :, None].expand_as(dense)
+    assert torch.equal(ranged[kept], dense[kept])
+    assert not ranged[~kept].any() and not kept.all()

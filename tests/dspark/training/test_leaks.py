@@ -130,7 +130,7 @@ def test_the_input_of_a_slot_is_seen_by_its_whole_block_and_by_no_other() -> Non
     def hidden(embeddings_BQH: Tensor) -> Tensor:
         with torch.no_grad():
             context = drafter.context(batch.taps_BSLH, batch.positions_BS)
-            states = drafter(embeddings_BQH, blocks.positions_BAK.flatten(1), context, visibility(blocks, LENGTH))
+            states = drafter(embeddings_BQH, blocks.positions_BAK.flatten(1), context, blocks.sight)
         return states.unflatten(1, (-1, BLOCK))
 
     before = hidden(inputs)
@@ -187,3 +187,24 @@ def test_dummy_blocks_change_nothing_not_even_by_what_is_not_a_number(head: str)
         one is not None and other is not None and torch.equal(one, other)
         for one, other in zip(gradients, clean_gradients, strict=True)
     )
+
+
+def test_only_columns_before_the_last_anchor_of_the_batch_are_projected() -> None:
+    """What lies behind may hold anything; no anchor at all leaves one column, so that every weight has a gradient."""
+    config = small_config()
+    batch, blocks = example(config)
+    expected, _ = outputs(config, batch, blocks)
+    taps = batch.taps_BSLH.clone()
+    # The last anchors of the documents are 2, 7 and 4.
+    taps[0, 2:5] = taps[0, 7:] = taps[1, 4:] = float("nan")
+    other = replace(batch, taps_BSLH=taps)
+    assert torch.equal(outputs(config, other, blocks)[0], expected)
+    nowhere = make_blocks(batch.input_ids_BS, batch.loss_mask_BS, positions([], []), config.block, None)
+    for own, wanted in ((blocks, 7), (nowhere, 1)):
+        drafter = small_drafter(config)
+        projected: list[torch.Size] = []
+        drafter.fc.register_forward_hook(lambda _, inputs, __, into=projected: into.append(inputs[0].shape))
+        module = DraftObjective(drafter, settings_of(config).loss)
+        module(small_vocabulary(config), other, own, torch.tensor(1.0)).loss.backward()
+        assert projected == [(2, wanted, len(config.taps) * config.hidden)]
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())

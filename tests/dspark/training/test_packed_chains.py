@@ -52,6 +52,7 @@ def test_three_documents_of_a_row_by_hand() -> None:
         list(range(start, row + 1))
         for row, start in zip(rows_BA[0].tolist(), chains.starts_BA[0].tolist(), strict=True)
     ]
+    assert torch.equal(chains.sight.mask(1, 17, 0)[0, 0].int(), seen)
 
 
 def test_an_unshifted_mask_ends_with_its_document_too() -> None:
