@@ -19,8 +19,8 @@ demo test test-faults readme curves bench-capture bench-cache: export HF_HUB_OFF
 # Without a token, Ray writes none to the user's home. It knows `disabled` and `token`.
 test test-faults: export RAY_AUTH_MODE ?= disabled
 
-.PHONY: help readme record demo bench-capture bench-cache bench-step record-step test test-faults lint quickstart-data curves pictures \
-	reference clean
+.PHONY: help readme record demo bench-capture bench-cache bench-step record-step test test-faults lint quickstart-data \
+	curves pictures reference clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets

@@ -8,9 +8,11 @@
 
 Waits for: the oldest window. Bounded by: `targets.in_flight_mb` of the object store. A dead actor: Ray Data restarts it
 and repeats its window.
+
+Whoever takes results from a generator here closes it, also after an error: Ray Data cannot end it once Ray has gone.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -96,7 +98,7 @@ def _cut(settings: Settings, windows_of_rows: list[pa.Table], actor: type, **opt
 
 def written_shards(
     settings: Settings, task: ShardTask, rows: Any, shards: Mapping[int, Sequence[Sequence[int]]]
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any], None, None]:
     """What came of each shard, in the order in which they finish; `shards` holds the rows of each one's forwards.
 
     Only facts come back: an actor writes its shards itself. `rows` as above.
@@ -105,19 +107,16 @@ def written_shards(
     tables = [pa.table({"shard": [index] * len(batches), "batch": batches}) for index, batches in shards.items()]
     # No more actors than shards: each costs the start of a target.
     most = min(len(tables), pool.max_actors or pool.actors)
-    return iter(
-        ray.data.from_arrow(tables)
-        .map_batches(
-            ShardActor,
-            fn_constructor_args=(settings.target, pool, task, rows, settings.cache.max_bad_run),
-            batch_size=None,
-            batch_format="pyarrow",
-            compute=ActorPoolStrategy(min_size=min(pool.actors, most), max_size=most),
-            num_cpus=pool.cpus,
-            num_gpus=pool.gpus,
-        )
-        .iter_rows()
+    written = ray.data.from_arrow(tables).map_batches(
+        ShardActor,
+        fn_constructor_args=(settings.target, pool, task, rows, settings.cache.max_bad_run),
+        batch_size=None,
+        batch_format="pyarrow",
+        compute=ActorPoolStrategy(min_size=min(pool.actors, most), max_size=most),
+        num_cpus=pool.cpus,
+        num_gpus=pool.gpus,
     )
+    yield from written.iter_rows()
 
 
 def capture_options(settings: Settings) -> ExecutionOptions:
@@ -130,15 +129,15 @@ def capture_options(settings: Settings) -> ExecutionOptions:
 
 def evaluated(
     actor: type, arguments: tuple[Any, ...], batches: Sequence[pa.Table], settings: Settings
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """Rows that evaluator actors return for batches of prompts, in the order in which they finish."""
-    return iter(_pooled(actor, arguments, batches, settings.evaluate).iter_rows())
+    yield from _pooled(actor, arguments, batches, settings.evaluate).iter_rows()
 
 
-def answered(task: AnswerTask, conversations: Sequence[pa.Table]) -> Iterator[pa.Table]:
+def answered(task: AnswerTask, conversations: Sequence[pa.Table]) -> Generator[pa.Table, None, None]:
     """Tables of outcomes, one for each of `conversations`, in the order in which they finish."""
     results = _pooled(ResponderActor, (task,), conversations, task.prepare)
-    return iter(results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0))
+    yield from results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
 
 
 def _pooled(

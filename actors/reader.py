@@ -5,7 +5,7 @@ import time
 import pyarrow as pa
 
 from dspark.data.cache_reader import CacheReader
-from dspark.data.captures import Origin
+from dspark.data.captures import Origin, fault_table
 from dspark.data.folder import Folder
 from dspark.data.manifest import MANIFEST
 from dspark.errors import InputError
@@ -22,11 +22,18 @@ class CacheActor:
         self.reader: CacheReader | None = None
 
     def __call__(self, window: pa.Table) -> pa.Table:
+        try:
+            return self._opened().table(window.column("sample_id").to_pylist())
+        except InputError as error:
+            return fault_table(self.origin, window.num_rows, str(error))
+
+    def _opened(self) -> CacheReader:
         if self.reader is None:
             self._wait()
-            self.reader = CacheReader(self.address, self.origin.taps)
-            self.reader.origin.check_fits(self.origin, f"the cache {self.address}")
-        return self.reader.table(window.column("sample_id").to_pylist())
+            reader = CacheReader(self.address, self.origin.taps)
+            reader.origin.check_fits(self.origin, f"the cache {self.address}")
+            self.reader = reader
+        return self.reader
 
     def _wait(self) -> None:
         folder, since = Folder(self.address), time.monotonic()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dspark.capture import OnlyFinite, bad_columns, capture, prove_capture
 from dspark.data.cache import bytes_per_token
-from dspark.data.captures import Origin
+from dspark.data.captures import Origin, fault_table
 from dspark.data.prefetch import ahead
 from dspark.data.rows import sample_at
 from dspark.data.shards import ShardTask, is_written, write_shard
@@ -40,7 +40,10 @@ class TargetActor:
         samples = [sample_at(self.rows, row) for row in window.column("row").to_pylist()]
         captured = capture(self.target, samples, self.origin, self.batch_tokens)
         if self.keep is not None:
-            self._write(self.keep, window, captured)
+            try:
+                self._write(self.keep, window, captured)
+            except InputError as error:
+                return fault_table(self.origin, window.num_rows, str(error))
         return captured
 
     def _write(self, keep: ShardTask, window: pa.Table, captured: pa.Table) -> None:

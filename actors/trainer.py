@@ -27,7 +27,7 @@ from actors.checkpoints import restore, save
 from actors.task import TrainTask
 from actors.zero import backward_scale, make_engine, take_step
 from dspark.config import Settings
-from dspark.data.captures import origin_of
+from dspark.data.captures import origin_of, refuse_fault
 from dspark.data.plan import windows
 from dspark.errors import InputError
 from dspark.model.drafter import Drafter
@@ -155,6 +155,8 @@ def captured_tables(
 
 
 def _check_rows(task: TrainTask, step: int, table: pa.Table) -> None:
+    """Raises InputError if the rows could not be had, RuntimeError if they are not those of the plan."""
+    refuse_fault(table)
     origin_of(table.schema).check_fits(task.origin, "the stream of captured rows")
     planned = [task.sample_ids[task.plan.order[position]] for position in task.positions(step, dist.get_rank())]
     received = table.column("sample_id").to_pylist()

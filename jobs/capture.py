@@ -6,7 +6,8 @@ rows -> batches by length -> shards -> target actors: forward, write -> ledger, 
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
+from contextlib import closing
 from typing import Any
 
 import ray
@@ -50,19 +51,22 @@ def capture(settings: Settings, resume: str | None, dry_run: bool, estimate: boo
         missing = writer.unfinished()
         check_room(work.address, work.bytes_of(missing))
         if missing:
-            with ray_session(work.settings, work.booked):
-                _fill(console, work, missing, written_by_actors(work, writer, missing))
+            with (
+                ray_session(work.settings, work.booked),
+                closing(written_by_actors(work, writer, missing)) as results,
+            ):
+                _fill(console, work, missing, results)
         manifest = finish(work, writer)
     _print_result(console, work, manifest)
 
 
-def written_by_actors(work: Capture, writer: CacheWriter, missing: list[int]) -> Iterator[dict[str, Any]]:
+def written_by_actors(work: Capture, writer: CacheWriter, missing: list[int]) -> Generator[dict[str, Any], None, None]:
     """What came of each missing shard, as they finish."""
     rows = [ray.put(work.rows.table)]
     return written_shards(work.settings, writer.task, rows, {index: work.batches_of(index) for index in missing})
 
 
-def _fill(console: Console, work: Capture, missing: list[int], results: Iterator[dict[str, Any]]) -> None:
+def _fill(console: Console, work: Capture, missing: list[int], results: Iterable[dict[str, Any]]) -> None:
     """Shows the shards as they are finished."""
     total = dict.fromkeys(("rows", "tokens", "bytes", "skipped"), 0)
     began = math.inf

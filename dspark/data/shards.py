@@ -9,6 +9,7 @@ files. With the codec `plain` a shard is the contract's own table, readable by a
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -157,8 +158,12 @@ class _Rows:
         try:
             for sample in samples:
                 writer.write_table(self._row(sample), row_group_size=1)
-        finally:
-            writer.close()
+        except BaseException:
+            # Closing a writer that has failed fails too, with another error than the first.
+            with suppress(Exception):
+                writer.close()
+            raise
+        writer.close()
         return self._ledger(metadata[0]), self._distortion
 
     def _row(self, sample: StoredSample) -> pa.Table:

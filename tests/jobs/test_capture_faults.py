@@ -150,7 +150,8 @@ def test_a_disk_that_someone_else_fills_ends_the_capture_with_the_reason_and_it_
     killed(preset, folder, fill)
     _, errors = running[0].communicate(timeout=280)
     told = " ".join(errors.split())
-    assert running[0].returncode == 2 and "No space left on device" in told and "cannot be written" in told
+    assert running[0].returncode == 2, errors[-3000:]
+    assert "No space left on device" in told and "cannot be written" in told
     refused = start(preset, "--resume", str(folder))
     _, errors = refused.communicate(timeout=280)
     assert refused.returncode == 2 and "of free space, the cache takes about" in " ".join(errors.split())
