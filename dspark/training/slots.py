@@ -40,6 +40,14 @@ class Chunk(NamedTuple):
     places: slice
     slots: slice
 
+    @property
+    def column_count(self) -> int:
+        return self.places.stop - self.places.start
+
+    @property
+    def slot_count(self) -> int:
+        return self.slots.stop - self.slots.start
+
 
 def slots_of(wanted_BAK: Tensor, columns_BAK: Tensor, length: int) -> Slots:
     """The slots where `wanted` is true; `columns` are those of their target rows in rows of `length` columns."""

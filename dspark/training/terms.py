@@ -14,6 +14,7 @@ r Markov rank; c a chunk's slots, p its columns, n a tile's slots.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +23,13 @@ from torch import Tensor
 from dspark.model.vocabulary import Vocabulary
 from dspark.training.slots import Chunk, Slots, chunks
 from dspark.training.verdicts import Tile, judge_tile
-from dspark.training.workspace import Workspace
+from dspark.training.workspace import ALIGNED, Workspace
 
 # A tile and its temporaries fit a core's second-level cache; a GPU wants its kernels large.
 _TILE_BYTES = {"cpu": 2**19}
 _DEVICE_TILE_BYTES = 2**27
+# Of a chunk: both distributions, the kept part of one, slope, bias, its gradient, and one in a rounded type.
+_BUFFERS = 7
 
 
 class MarkovBias(NamedTuple):
@@ -93,9 +96,15 @@ class _Judge(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         bias = None if features is None or weight_Dr is None else MarkovBias(features, weight_Dr, by_column)
         run = _Run(hidden_NH, bias, judged, workspace, differentiate)
-        for chunk in chunks(judged.slots, *run.logit_bytes(), judged.budget):
-            run.judge(chunk)
-        ctx.gradients = run.gradients
+        slot, column = run.bytes_per_slot_and_column
+        stretches = list(chunks(judged.slots, slot, column, judged.budget))
+        sizes = (slot * part.slot_count + column * part.column_count for part in stretches)
+        workspace.reserve(max(sizes, default=0) + _BUFFERS * ALIGNED, hidden_NH.device)
+        for part in stretches:
+            workspace.restart()
+            run.judge(part)
+        # Saved, not kept as attributes: so they go as soon as they have been used.
+        ctx.save_for_backward(*run.gradients)
         terms = run.terms
         ctx.mark_non_differentiable(*terms[1:])
         return terms
@@ -103,7 +112,7 @@ class _Judge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         # Not in place: the graph may be walked again.
-        scaled = [None if found is None else found * grad_total.to(found.dtype) for found in ctx.gradients]
+        scaled = [None if found is None else found * grad_total.to(found.dtype) for found in ctx.saved_tensors]
         return (*scaled, None, None, None, None)
 
 
@@ -138,13 +147,14 @@ class _Run:
         """Of the total, for states, features and W2."""
         return (self.d_hidden_NH, *((None, None) if self.bias is None else self.bias.gradients))
 
-    def logit_bytes(self) -> tuple[int, int]:
+    @cached_property
+    def bytes_per_slot_and_column(self) -> tuple[int, int]:
         """What the buffers of a chunk hold for each of its slots, and for each of its columns."""
         vocabulary = self.judged.vocabulary
         drafted, whole = (len(head) * self.dtype.itemsize for head in (vocabulary.draft_head_DH, vocabulary.head_VH))
-        rounded = drafted // 2 if self.hidden_NH.dtype != self.dtype else 0
-        slot = drafted + rounded + drafted * (vocabulary.soft_cap is not None)
-        column = whole + drafted * (vocabulary.kept_D is not None)
+        exact = self.hidden_NH.dtype == self.dtype
+        slot = drafted + drafted * (vocabulary.soft_cap is not None) + (0 if exact else drafted // 2)
+        column = whole + drafted * (vocabulary.kept_D is not None) + (0 if exact else whole // 2)
         if self.bias is None:
             return slot, column
         return (slot, column + 2 * drafted) if self.bias.by_column else (slot + 2 * drafted, column)
@@ -155,10 +165,10 @@ class _Run:
         probs_pD, mass_p1, best_p = self._teacher(chunk)
         best_p1, kept_p = (value[:, None] for value in vocabulary.draft_ids(best_p))
         head_DH = vocabulary.draft_head_DH
-        logits_cD = self.workspace.product("logits", self.hidden_NH[chunk.slots], head_DH, self.dtype)
+        logits_cD = self.workspace.product(self.hidden_NH[chunk.slots], head_DH, self.dtype)
         slope_cD = None
         if vocabulary.soft_cap is not None:
-            slope_cD = self.workspace.take("slope", (len(logits_cD), len(head_DH)), self.dtype, logits_cD.device)
+            slope_cD = self.workspace.take((len(logits_cD), len(head_DH)), self.dtype)
             _cap(logits_cD, vocabulary.soft_cap, slope_cD)
         if self.bias is not None:
             self.bias.begin(chunk)
@@ -191,7 +201,7 @@ class _Run:
         where others exist, and the likeliest of all tokens [p]."""
         vocabulary = self.judged.vocabulary
         states_pH = self.judged.final_PH[chunk.places]
-        logits_pV = self.workspace.product("target", states_pH, vocabulary.head_VH, self.dtype)
+        logits_pV = self.workspace.product(states_pH, vocabulary.head_VH, self.dtype)
         if vocabulary.soft_cap is not None:
             _cap(logits_pV, vocabulary.soft_cap)
         best_p = logits_pV.max(-1).indices  # faster than argmax
@@ -199,7 +209,7 @@ class _Run:
         if vocabulary.kept_D is None:
             return probs_pV, None, best_p
         shape = (len(probs_pV), len(vocabulary.kept_D))
-        probs_pD = self.workspace.take("kept target", shape, self.dtype, probs_pV.device)
+        probs_pD = self.workspace.take(shape, self.dtype)
         torch.index_select(probs_pV, 1, vocabulary.kept_D, out=probs_pD)
         return probs_pD, probs_pD.sum(-1, keepdim=True), best_p
 
@@ -225,10 +235,10 @@ class _BiasRun:
     def begin(self, chunk: Chunk) -> None:
         """The bias of the chunk's rows, and an empty gradient for it."""
         self.own = chunk.places if self.by_column else chunk.slots
-        self.bias = self.workspace.product("bias", self.features[self.own], self.weight_Dr, self.dtype)
+        self.bias = self.workspace.product(self.features[self.own], self.weight_Dr, self.dtype)
         if self.differentiate:
             shape = (len(self.bias), len(self.weight_Dr))
-            self.d_bias = self.workspace.take("bias gradient", shape, self.dtype, self.bias.device).zero_()
+            self.d_bias = self.workspace.take(shape, self.dtype).zero_()
 
     def add_to(self, logits_nD: Tensor, slots: slice) -> None:
         logits_nD += self.bias.index_select(0, self.row_N[slots] - self.own.start)
