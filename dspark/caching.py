@@ -5,7 +5,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from dspark.data.codecs import Codec
 from dspark.sections import Positive, Section
 
 
@@ -28,11 +27,6 @@ class CacheSettings(Section):
     window_rows: Positive = Field(1024, description="rows that `capture` sorts by length together")
     max_bad_run: Positive = Field(32, description="samples in a row with states that are not finite: stops `capture`")
     readers: Positive = Field(1, description="actors that read the cache for training")
-
-    @property
-    def codec(self) -> Codec:
-        """How the states are stored."""
-        return Codec(self.storage, self.taps)
 
     def address(self, output: Path, name: str) -> str:
         """Where the cache lies."""

@@ -98,9 +98,10 @@ def plan_capture(settings: Settings, resume: str | None) -> Capture:
     rows = replace(rows, table=rows.table.slice(0, cache.limit))
     lengths = [len(ids) for ids in rows.table.column("input_ids")]
     batches = planned_batches(lengths, cache.window_rows, settings.targets.batch_tokens)
-    origin = replace(rows.origin, codec=cache.codec.in_origin)
+    codec = Codec(cache.storage, cache.taps)
+    origin = replace(rows.origin, codec=codec.in_origin)
     shards = plan_shards(batches, lengths, bytes_per_token(origin), cache.shard_mb * _MB)
-    return Capture(settings, rows, origin, cache.codec, address, lengths, batches, shards)
+    return Capture(settings, rows, origin, codec, address, lengths, batches, shards)
 
 
 def check_resumed(address: str) -> None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from dspark.config import Settings
 from dspark.data.cache_reader import CacheReader
 from dspark.data.captures import Origin
+from dspark.data.codecs import Codec
 from dspark.data.conversations import Conversation, Dropped, read_conversations
 from dspark.data.plan import Plan, make_plan
 from dspark.data.prepared import check_prepared
@@ -92,7 +93,7 @@ def prepare_rows(settings: Settings) -> Rows:
         taps=draft.taps,
         hidden=draft.hidden,
         dtype=settings.target.dtype,
-        codec=settings.cache.codec.in_origin if data.source == "cache" else "plain",
+        codec=Codec(taps=settings.cache.taps).in_origin if data.source == "cache" else "plain",
     )
     dropped = conversations.dropped + rendered.dropped
     if data.source == "cache":

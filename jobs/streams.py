@@ -23,6 +23,7 @@ from actors.checkpoints import finished_steps, newest_checkpoint
 from actors.pipelines import cached_steps, captured_steps
 from dspark.config import Settings
 from dspark.data.cache import CacheWriter, check_room, expected_bytes
+from dspark.data.codecs import Codec
 from dspark.data.manifest import Setting
 from dspark.data.plan import windows
 from dspark.errors import InputError
@@ -84,7 +85,7 @@ def kept_cache(settings: Settings, rows: Rows) -> CacheWriter:
         "targets.window_rows": pool.window_rows,
     }
     address = settings.cache.address(settings.output, settings.name)
-    return CacheWriter(address, rows.origin, settings.cache.codec, shards, identity)
+    return CacheWriter(address, rows.origin, Codec(settings.cache.storage, settings.cache.taps), shards, identity)
 
 
 def check_keeping(settings: Settings, rows: Rows) -> None:
@@ -97,7 +98,7 @@ def check_keeping(settings: Settings, rows: Rows) -> None:
         return
     with kept_cache(settings, rows) as writer:
         missing = len(writer.unfinished()) / writer.shard_count
-        check_room(writer.task.folder, round(missing * expected_bytes(rows.origin, settings.cache.codec, rows.tokens)))
+        check_room(writer.task.folder, round(missing * expected_bytes(rows.origin, writer.task.codec, rows.tokens)))
 
 
 def _check_kept(settings: Settings, rows: Rows, writer: CacheWriter, done: int) -> None:

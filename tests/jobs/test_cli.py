@@ -13,7 +13,18 @@ from dspark.errors import InputError
 from jobs import cli
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["run", "prepare", "capture", "train", "evaluate", "inspect", "generate", "export", "check-reference", "doctor"]
+COMMANDS = [
+    "run",
+    "prepare",
+    "capture",
+    "train",
+    "evaluate",
+    "inspect",
+    "generate",
+    "export",
+    "check-reference",
+    "doctor",
+]
 
 
 def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
