@@ -38,16 +38,18 @@ def capture(settings: Settings, resume: str | None, dry_run: bool, estimate: boo
     work = plan_capture(settings, resume)
     if resume is not None:
         check_resumed(work.address)
+    writer = CacheWriter(work.address, work.origin, work.codec, work.shard_ids, work.identity)
+    writer.check()
     if dry_run or estimate:
         rate = None
         if estimate:
             with ray_session(work.settings, work.booked):
                 rate = measured_rate(work)
         print_capture(console, work, rate)
-        check_room(work.address, work.bytes_of(range(len(work.shards))))
+        check_room(work.address, work.bytes_of(writer.unfinished()))
         return
     print_capture(console, work, None)
-    with CacheWriter(work.address, work.origin, work.codec, work.shard_ids, work.identity) as writer:
+    with writer:
         missing = writer.unfinished()
         check_room(work.address, work.bytes_of(missing))
         if missing:

@@ -79,8 +79,9 @@ def test_a_folder_of_other_settings_is_refused_by_name(
     preset, settings = captured
     same = [f"cache.folder={settings.cache.folder}", "cache.limit=33", "cache.shard_mb=1", "cache.window_rows=16"]
     other = load_settings(preset, [*same, "drafter.taps=[-1,0,1,2,4]", *changes])
-    with pytest.raises(InputError, match=named):
-        capture(other, None, False, False)
+    for dry_run in (True, False):
+        with pytest.raises(InputError, match=named):
+            capture(other, None, dry_run, False)
 
 
 @pytest.mark.parametrize(
