@@ -13,6 +13,16 @@ from dspark.learning import LossSettings, TrainSettings
 from dspark.training.kinds import AnyObjective
 
 
+def stage_of(train: TrainSettings) -> int:
+    """The stage under which DeepSpeed runs the one that is set.
+
+    Stage 1 in bf16 runs as stage 2 if gradients accumulate: DeepSpeed 0.19.8 adds the fp32 gradient of a micro-batch
+    once more for each that follows it in the step. Stage 2 also deals the gradients to the ranks, at the price of a
+    reduction per micro-batch.
+    """
+    return 2 if train.zero_stage == 1 and train.precision == "bf16" and train.accumulation > 1 else train.zero_stage
+
+
 def engine_settings(train: TrainSettings) -> dict[str, Any]:
     """DeepSpeed's configuration for the settings of a run.
 
@@ -28,7 +38,7 @@ def engine_settings(train: TrainSettings) -> dict[str, Any]:
         "bf16": {"enabled": train.precision == "bf16"},
         "data_types": {"grad_accum_dtype": accumulated},
         "communication_data_type": "fp32",
-        "zero_optimization": {"stage": train.zero_stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage_of(train), "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
         "wall_clock_breakdown": False,
         # Its clock would wait for the device before and after every micro-batch.

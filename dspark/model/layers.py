@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dspark.errors import InputError
 from dspark.model.attention import KeyValues, Sight, attend
 from dspark.model.config import DraftConfig
+from dspark.model.light import gated, rms_normed
 
 
 class RMSNorm(nn.Module):
@@ -25,10 +26,7 @@ class RMSNorm(nn.Module):
         self.eps, self.fp32_scale = eps, fp32_scale
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = _normed(x, self.eps)
-        if self.fp32_scale:
-            return (normed * self.weight.float()).to(x.dtype)
-        return self.weight * normed.to(x.dtype)
+        return rms_normed(x, self.weight, self.eps, self.fp32_scale)
 
 
 def norm_of(config: DraftConfig, width: int) -> RMSNorm:
@@ -138,7 +136,7 @@ class GatedMlp(nn.Module):
         self.activation = ACT2FN[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))
 
 
 class DraftLayer(nn.Module):

@@ -19,6 +19,8 @@ from actors.trainer import Clock, optimizer_step
 from actors.zero import make_engine, whole_state
 from dspark.config import Settings
 from dspark.data.plan import Plan
+from dspark.sections import Precision
+from dspark.target import DTYPES
 from dspark.training.kinds import objective_of
 from dspark.training.ready import ready_shares
 from dspark.training.share import Share, make_share
@@ -45,6 +47,7 @@ class Deal:
     pack_tokens: int | None = None
     denominator: str = "global"
     recompute: bool = False
+    precision: Precision = "fp32"
 
     @property
     def settings(self) -> Settings:
@@ -56,6 +59,7 @@ class Deal:
             pack_tokens=self.pack_tokens,
             zero_stage=self.stage,
             recompute=self.recompute,
+            precision=self.precision,
             clip=CLIP,
             warmup=0.0,
             lr=1e-3,
@@ -89,6 +93,7 @@ def steps_of(deal: Deal, rank: int) -> list[Step]:
     engine.step = recorded
     steps = []
     clock = Clock()
+    vocabulary = small_vocabulary(CONFIG).to(engine.device, DTYPES[deal.precision])
     firsts = (step * ROWS + rank * share for step in range(plan.steps))
 
     def share_at(first: int) -> Share:
@@ -96,7 +101,7 @@ def steps_of(deal: Deal, rank: int) -> list[Step]:
         return make_share(table, range(first, first + share), plan, CONFIG, settings)
 
     for own in ready_shares(firsts, share_at, engine.device, settings.train.prefetch, clock.book):
-        optimizer_step(engine, settings, small_vocabulary(CONFIG), own, clock)
+        optimizer_step(engine, settings, vocabulary, own, clock)
         steps.append(Step(dict(found), float(engine.get_global_grad_norm()), whole_state(engine)))
     return steps
 

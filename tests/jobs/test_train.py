@@ -73,15 +73,6 @@ def test_a_second_run_with_the_same_seed_gives_the_same_losses(
     assert losses(settings.output) == pytest.approx(expected, abs=1e-6)
 
 
-def test_bf16_training_without_sharding_follows_the_fp32_curve(
-    one_rank: tuple[Path, list[float]], tmp_path: Path
-) -> None:
-    preset, expected = one_rank
-    settings = load_settings(preset, [f"output={tmp_path}", "train.precision=bf16", "train.zero_stage=0"])
-    train(settings, None, False)
-    assert losses(settings.output) == pytest.approx(expected, rel=0.03)
-
-
 def test_a_drafter_of_all_tokens_that_starts_from_the_target_begins_elsewhere_and_learns_too(
     one_rank: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
