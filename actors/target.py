@@ -66,13 +66,20 @@ class ShardActor:
         self, target: TargetSettings, pool: TargetPoolSettings, task: ShardTask, rows: Any, max_bad_run: int
     ) -> None:
         torch.set_num_threads(pool.threads)
-        self.target = load_target(target)
         self.task, self.batch_tokens = task, pool.batch_tokens
         self.rows: pa.Table = ray.get(rows[0])
         self.only_finite = OnlyFinite(max_bad_run)
-        prove_capture(self.target, sample_at(self.rows, 0), task.origin.taps)
+        self.fault: str | None = None
+        try:
+            self.target = load_target(target)
+        except InputError as error:
+            self.fault = str(error)
+        else:
+            prove_capture(self.target, sample_at(self.rows, 0), task.origin.taps)
 
     def __call__(self, plan: pa.Table) -> pa.Table:
+        if self.fault is not None:
+            return pa.table({"fault": [self.fault]})
         began = time.time()
         index, batches = plan.column("shard")[0].as_py(), plan.column("batch").to_pylist()
         planned = [self.rows.column("sample_id")[row].as_py() for batch in batches for row in batch]

@@ -122,7 +122,7 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_samples_that_overflow_are_skipped_counted_named_and_no_longer_trained_on(
     overflowing: Path, local_ray: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = load_settings(overflowing, [f"cache.folder={overflowing.parent / 'cache'}", "cache.max_bad_run=3"])
+    settings = load_settings(overflowing, [f"cache.folder={overflowing.parent / 'cache'}"])
     capture(settings, None, False, False)
     assert "2 samples were skipped" in capsys.readouterr().out
     skipped = [json.loads(line) for line in (overflowing.parent / "cache" / SKIPPED).read_text().splitlines()]
@@ -136,14 +136,6 @@ def test_samples_that_overflow_are_skipped_counted_named_and_no_longer_trained_o
         ("row-5", "its states were not finite"),
         ("row-6", "its states were not finite"),
     ]
-
-
-def test_a_run_of_samples_that_overflow_stops_the_capture_with_advice(overflowing: Path, local_ray: None) -> None:
-    # Batches of one row by falling length: which ones follow each other does not matter to a limit of one.
-    settings = load_settings(overflowing, [f"cache.folder={overflowing.parent / 'stopped'}", "cache.max_bad_run=1"])
-    with pytest.raises(InputError, match=r"1 samples in a row gave states that are not finite.*target\.dtype=fp32"):
-        capture(settings, None, False, False)
-    assert not (overflowing.parent / "stopped" / "manifest.json").exists()
 
 
 def test_the_estimate_says_rows_bytes_space_and_time_and_writes_nothing(

@@ -21,6 +21,7 @@ from tests.conftest import tiny_preset
 
 pytestmark = pytest.mark.faults
 REPOSITORY = Path(__file__).parents[2]
+SNAPSHOT = "*/train/checkpoint_manager_snapshot.json"
 
 
 def losses(folder: Path) -> list[float]:
@@ -37,10 +38,10 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def kill_after_a_checkpoint(run: subprocess.Popen[str], output: Path) -> None:
-    """SIGKILL to the run and all that it started, as soon as it has a checkpoint."""
+def kill_after_a_checkpoint(run: subprocess.Popen[str], output: Path, step: int = 5) -> None:
+    """SIGKILL to the run and all that it started, as soon as it has the checkpoint of that step."""
     deadline = time.monotonic() + 240
-    while not list(output.glob("*/train/checkpoint_manager_snapshot.json")):
+    while not any(f"step-{step:08d}" in file.read_text() for file in output.glob(SNAPSHOT)):
         assert run.poll() is None, run.communicate()[1][-3000:]
         assert time.monotonic() < deadline, "no checkpoint appeared"
         time.sleep(0.05)
@@ -72,13 +73,14 @@ def test_a_killed_driver_resumes_with_the_losses_of_the_undisturbed_run(
     assert (folder / "drafter" / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("step", [5, 20], ids=["first epoch", "second epoch"])
 def test_a_killed_run_that_keeps_a_cache_resumes_with_the_same_losses_and_completes_the_cache(
-    whole: tuple[Path, list[float]], tmp_path: Path
+    whole: tuple[Path, list[float]], tmp_path: Path, step: int
 ) -> None:
     preset, expected = whole
     kept = (str(preset), f"output={tmp_path}", "data.source=live_and_keep")
     run = start(*kept)
-    kill_after_a_checkpoint(run, tmp_path)
+    kill_after_a_checkpoint(run, tmp_path, step)
     cache = tmp_path / "cache" / "tiny"
     assert list(cache.glob("shard-*"))
     folder = (tmp_path / "latest").resolve()
