@@ -121,12 +121,13 @@ def held_by_cache(
     reader = CacheReader(address, origin.taps)
     reader.origin.check_fits(origin, f"the cache {address}")
     held, skipped = set(reader.sample_ids), set(reader.manifest.skipped)
-    lacking = [sample for sample in rendered.samples if sample.sample_id not in held | skipped]
+    known = held | skipped
+    lacking = [sample for sample in rendered.samples if sample.sample_id not in known]
     if lacking:
         raise InputError(
             f"the cache {address} lacks {len(lacking)} of {len(rendered.samples)} samples, such as that of the "
-            f"conversation {lacking[0].conversation_id}: capture these conversations into a new "
-            "folder, or train on the others alone"
+            f"conversation {lacking[0].conversation_id}: capture these conversations into a new folder, or "
+            "train on the others alone"
         )
     samples = tuple(sample for sample in rendered.samples if sample.sample_id in held)
     if not samples:
