@@ -15,12 +15,12 @@ export DS_ACCELERATOR ?= cpu
 endif
 
 # The target of demo and tests comes with the installation: nothing may wait for a hub.
-demo test test-faults readme curves bench-cache: export HF_HUB_OFFLINE := 1
+demo test test-faults readme curves bench-capture bench-cache: export HF_HUB_OFFLINE := 1
 # Without a token, Ray writes none to the user's home. It knows `disabled` and `token`.
 test test-faults: export RAY_AUTH_MODE ?= disabled
 
-.PHONY: help readme record demo bench-cache bench-step record-step test test-faults lint quickstart-data curves pictures \
-	reference clean
+.PHONY: help readme record demo bench-capture bench-cache bench-step record-step test test-faults lint quickstart-data \
+	curves pictures reference clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -68,6 +68,9 @@ record-step: $(STAMP) ## the same, and write docs/performance.md
 
 curves: $(STAMP) ## compare loss curves of the quickstart: a second run, and two ranks under ZeRO 2 and 3
 	$(BIN)/python benchmarks/loss_curves.py
+
+bench-capture: $(STAMP) ## tokens per second of a capture beside the target's bare forward
+	$(BIN)/python benchmarks/capture.py
 
 bench-cache: $(STAMP) ## bytes, speed and memory of the cache of hidden states beside a raw file
 	$(BIN)/python benchmarks/cache.py

@@ -1,5 +1,6 @@
-"""The target in a Ray process: windows of plan rows in, captured tables out."""
+"""The target in a Ray process: windows of plan rows in, captured tables out, or shards of a cache written."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -8,27 +9,110 @@ import ray
 import torch
 from numpy.typing import NDArray
 
-from dspark.capture import capture, prove_capture
-from dspark.data.captures import Origin
+from dspark.capture import OnlyFinite, bad_columns, capture, prove_capture
+from dspark.data.cache import bytes_per_token
+from dspark.data.captures import Origin, fault_table
+from dspark.data.prefetch import ahead
 from dspark.data.rows import sample_at
+from dspark.data.shards import ShardTask, is_written, write_shard
+from dspark.errors import InputError
 from dspark.model.warm_start import Bigrams, bigrams_of
 from dspark.sections import TargetPoolSettings, TargetSettings
 from dspark.target import load_target
 
 
 class TargetActor:
-    """One target on one device. `rows` is the table of all token rows, shared through the object store."""
+    """One target on one device. `rows` is the table of all token rows, shared through the object store.
 
-    def __init__(self, target: TargetSettings, pool: TargetPoolSettings, origin: Origin, rows: Any) -> None:
+    With `keep`, each window is also written to a cache, as the shard with its number.
+    """
+
+    def __init__(
+        self, target: TargetSettings, pool: TargetPoolSettings, origin: Origin, rows: Any, keep: ShardTask | None
+    ) -> None:
         torch.set_num_threads(pool.threads)
         self.target = load_target(target)
-        self.origin, self.batch_tokens = origin, pool.batch_tokens
+        self.origin, self.batch_tokens, self.keep = origin, pool.batch_tokens, keep
         self.rows: pa.Table = ray.get(rows[0])
         prove_capture(self.target, sample_at(self.rows, 0), origin.taps)
 
     def __call__(self, window: pa.Table) -> pa.Table:
         samples = [sample_at(self.rows, row) for row in window.column("row").to_pylist()]
-        return capture(self.target, samples, self.origin, self.batch_tokens)
+        captured = capture(self.target, samples, self.origin, self.batch_tokens)
+        if self.keep is not None:
+            try:
+                self._write(self.keep, window, captured)
+            except InputError as error:
+                return fault_table(self.origin, window.num_rows, str(error))
+        return captured
+
+    def _write(self, keep: ShardTask, window: pa.Table, captured: pa.Table) -> None:
+        index = window.column("window")[0].as_py()
+        if is_written(keep, index):
+            return
+        # A row that fills up the epoch's last step has its place in another window.
+        own = captured.filter(window.column("counted"))
+        finite = own.filter(pa.array([not bad_columns(own, row) for row in range(own.num_rows)]))
+        write_shard(keep, index, own.column("sample_id").to_pylist(), [finite])
+
+
+class ShardActor:
+    """One target on one device that writes whole shards of a cache; `rows` as above.
+
+    An error here would reach the driver as the death of an actor, so it is handed over as a result.
+    """
+
+    def __init__(
+        self, target: TargetSettings, pool: TargetPoolSettings, task: ShardTask, rows: Any, max_bad_run: int
+    ) -> None:
+        torch.set_num_threads(pool.threads)
+        self.task, self.batch_tokens = task, pool.batch_tokens
+        self.rows: pa.Table = ray.get(rows[0])
+        self.only_finite = OnlyFinite(max_bad_run)
+        self.fault: str | None = None
+        try:
+            self.target = load_target(target)
+        except InputError as error:
+            self.fault = str(error)
+        else:
+            prove_capture(self.target, sample_at(self.rows, 0), task.origin.taps)
+
+    def __call__(self, plan: pa.Table) -> pa.Table:
+        if self.fault is not None:
+            return pa.table({"fault": [self.fault]})
+        began = time.time()
+        index, batches = plan.column("shard")[0].as_py(), plan.column("batch").to_pylist()
+        planned = [self.rows.column("sample_id")[row].as_py() for batch in batches for row in batch]
+        # The next forward runs while this one's states are written.
+        tables = ahead(batches, self._captured, self._size, limit=1)
+        try:
+            record = write_shard(self.task, index, planned, map(self.only_finite, tables))
+        except InputError as error:
+            return pa.table({"fault": [str(error)]})
+        done = {"rows": len(planned), "tokens": record.tokens, "bytes": record.bytes, "skipped": len(record.skipped)}
+        return pa.table({name: [value] for name, value in {**done, "began": began}.items()})
+
+    def _captured(self, batch: list[int]) -> pa.Table:
+        return capture(self.target, [sample_at(self.rows, row) for row in batch], self.task.origin, self.batch_tokens)
+
+    def _size(self, batch: list[int]) -> int:
+        return bytes_per_token(self.task.origin) * sum(len(self.rows.column("input_ids")[row]) for row in batch)
+
+
+class ProbeActor:
+    """A target that is timed before a capture."""
+
+    def __init__(self, target: TargetSettings, pool: TargetPoolSettings) -> None:
+        torch.set_num_threads(pool.threads)
+        self.target, self.batch_tokens = load_target(target), pool.batch_tokens
+
+    def seconds(self, rows: pa.Table, batches: list[list[int]], origin: Origin) -> float:
+        """How long these forwards take; the first one, which is also the warm-up, is run twice."""
+        started = 0.0
+        for batch in [batches[0], *batches]:
+            capture(self.target, [sample_at(rows, row) for row in batch], origin, self.batch_tokens)
+            started = started or time.perf_counter()
+        return time.perf_counter() - started
 
 
 class BigramActor:

@@ -28,6 +28,7 @@ class TrainTask:
     start: Any  # object reference to the `Bigrams` that a drafter begins with; None: none are wanted
     records: Any  # ray.util.queue.Queue, filled by rank 0 with one dict per logged step
     started_from: str | None = None  # fingerprint of the folder `drafter.start_from`
+    streams: tuple[str, ...] = ("steps",)  # names of the datasets that hold the plan's tables, one after the other
 
     def positions(self, step: int, rank: int) -> range:
         """Plan positions of a rank's rows of a step: equal blocks are dealt to the ranks in turn."""
@@ -46,6 +47,7 @@ class TrainTask:
             "seed": settings.seed,
             "plan": self.plan.identity,
             "data": samples_fingerprint(self.sample_ids),
+            "data.source": settings.data.source,
             "kept": None if self.kept is None else hashlib.sha256(self.kept.tobytes()).hexdigest()[:32],
             "target": {"fingerprint": self.origin.fingerprint, "dtype": self.origin.dtype},
             "targets": settings.targets.model_dump(mode="json", include={"batch_tokens", "window_rows"}),

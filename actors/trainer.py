@@ -10,9 +10,10 @@ nothing here waits for the device; DeepSpeed does in its optimizer step, for the
 
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 
 import deepspeed
 import pyarrow as pa
@@ -26,7 +27,7 @@ from actors.checkpoints import restore, save
 from actors.task import TrainTask
 from actors.zero import backward_scale, make_engine, take_step
 from dspark.config import Settings
-from dspark.data.captures import origin_of
+from dspark.data.captures import origin_of, refuse_fault
 from dspark.data.plan import windows
 from dspark.errors import InputError
 from dspark.model.drafter import Drafter
@@ -104,7 +105,7 @@ def train(task: TrainTask) -> None:
         return make_share(captured[1], positions, task.plan, task.draft, task.settings, pinned=device.type == "cuda")
 
     clock, means = Clock(), list[Means]()
-    tables = captured_tables(task, ray.train.get_dataset_shard("steps"), start)
+    tables = captured_tables(task, [ray.train.get_dataset_shard(name) for name in task.streams], start)
     with closing(ready_shares(tables, share_of, device, settings.prefetch, clock.book)) as shares:
         for done, share in enumerate(shares, start + 1):
             clock.rate = float(engine.get_lr()[0])
@@ -131,13 +132,19 @@ def _initial_drafter(task: TrainTask) -> AnyDrafter:
 
 
 def captured_tables(
-    task: TrainTask, stream: ray.data.DataIterator, start: int
+    task: TrainTask, streams: Sequence[ray.data.DataIterator], start: int
 ) -> Generator[tuple[int, pa.Table], None, None]:
-    """(step, this rank's rows) from `start` on; earlier steps of the first window were captured for its bits only."""
+    """(step, this rank's rows) from `start` on; earlier steps of the first window were captured for its bits only.
+
+    Streams follow each other: one begins to work when the one before is used up.
+    """
     plan = task.plan
     remaining = windows(plan, task.settings.targets.window_rows, start * plan.global_batch)
     first = remaining[0].start // plan.global_batch if remaining else plan.steps
-    tables = iter(stream.iter_batches(batch_size=task.settings.train.share, batch_format="pyarrow", prefetch_batches=1))
+    share = task.settings.train.share
+    tables = chain.from_iterable(
+        stream.iter_batches(batch_size=share, batch_format="pyarrow", prefetch_batches=1) for stream in streams
+    )
     for step in range(first, plan.steps):
         table = next(tables, None)
         if table is None:
@@ -148,6 +155,8 @@ def captured_tables(
 
 
 def _check_rows(task: TrainTask, step: int, table: pa.Table) -> None:
+    """Raises InputError if the rows could not be had, RuntimeError if they are not those of the plan."""
+    refuse_fault(table)
     origin_of(table.schema).check_fits(task.origin, "the stream of captured rows")
     planned = [task.sample_ids[task.plan.order[position]] for position in task.positions(step, dist.get_rank())]
     received = table.column("sample_id").to_pylist()

@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from dspark.data.captures import Origin, bf16_column, encode, final_column, origin_of, tap_column
+from dspark.data.captures import Origin, bf16_column, encode, final_column, is_finite, origin_of, tap_column
 from dspark.data.plan import capture_batches
 from dspark.data.render import Sample
 from dspark.errors import InputError
@@ -36,6 +36,41 @@ def capture(target: Target, samples: Sequence[Sample], origin: Origin, batch_tok
 
 
 _NONE = torch.empty(0)
+
+
+def bad_columns(table: pa.Table, row: int) -> list[str]:
+    """The columns of a captured row whose states are not finite."""
+    columns = [*map(tap_column, origin_of(table.schema).taps), final_column()]
+    return [name for name in columns if not is_finite(table, name, row)]
+
+
+class OnlyFinite:
+    """Takes samples out of captured tables whose states are not finite; `limit` of them in a row are an error.
+
+    One that overflows is the sample's matter; a run of them is the target's, or that of its compute type.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.in_a_row = limit, 0
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """The rows of `table` that are finite.
+
+        Raises:
+            InputError: `limit` rows in a row, over all tables so far, are not.
+        """
+        keep = []
+        for row in range(table.num_rows):
+            bad = bad_columns(table, row)
+            self.in_a_row = self.in_a_row + 1 if bad else 0
+            if self.in_a_row == self.limit:
+                raise InputError(
+                    f"{self.limit} samples in a row gave states that are not finite, the last one is "
+                    f"{table.column('sample_id')[row].as_py()} (in {', '.join(bad)}): check the target's weights, try "
+                    "target.dtype=fp32, or raise cache.max_bad_run"
+                )
+            keep.append(not bad)
+        return table if all(keep) else table.filter(pa.array(keep))
 
 
 def padded_ids(samples: Sequence[Sample], device: torch.device) -> Tensor:

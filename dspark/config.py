@@ -11,6 +11,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from dspark.answering import PrepareSettings
+from dspark.caching import CacheSettings
 from dspark.kind_keys import named_unused, without_unused
 from dspark.learning import DrafterSettings, Eagle3Settings, LossSettings, TrainSettings
 from dspark.sections import (
@@ -35,6 +36,7 @@ class Settings(Section):
     targets: TargetPoolSettings = TargetPoolSettings()
     data: DataSettings
     prepare: PrepareSettings = PrepareSettings()
+    cache: CacheSettings = CacheSettings()
     drafter: DrafterSettings
     loss: LossSettings = LossSettings()
     eagle3: Eagle3Settings = Eagle3Settings()
@@ -68,6 +70,11 @@ class Settings(Section):
         if self.targets.max_actors is not None and self.targets.max_actors < self.targets.actors:
             raise ValueError(
                 f"targets.max_actors={self.targets.max_actors} is below targets.actors={self.targets.actors}"
+            )
+        if self.data.source == "live_and_keep" and self.cache.taps != "bf16":
+            raise ValueError(
+                f"cache.taps={self.cache.taps} loses precision: with data.source=live_and_keep later epochs would "
+                "train on other states than the first; keep cache.taps=bf16, or capture first and use data.source=cache"
             )
         return self
 

@@ -44,6 +44,11 @@ class DataSettings(Section):
 
     conversations: Path = Field(description="training rows: .jsonl, .json or .parquet, each also as .gz")
     held_out: Path = Field(description="prompts that training never sees, for `evaluate`")
+    source: Literal["live", "cache", "live_and_keep"] = Field(
+        "live",
+        description="states for training: from target actors, from the cache, or in the first epoch from actors that "
+        "also write the cache, which is read later",
+    )
     max_length: Positive = Field(4096, description="tokens per training row; longer rows are cut at the end")
     thinking: bool | None = Field(None, description="`enable_thinking` of the chat template; null: not passed")
     max_bad_fraction: Fraction = Field(0.05, description="share of dropped rows above which the job stops")

@@ -1,7 +1,8 @@
 """Conversations to outcomes, by responder actors on Ray or by threads that ask servers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from threading import Event
 
 from actors.pipelines import answered
@@ -19,18 +20,20 @@ from jobs.session import ray_session
 _GIVE_UP_AFTER = 20
 
 
-def by_actors(work: Work, rows: Sequence[Conversation], lengths: Sequence[int]) -> Iterator[list[Outcome]]:
+def by_actors(work: Work, rows: Sequence[Conversation], lengths: Sequence[int]) -> Generator[list[Outcome], None, None]:
     """Outcomes as the actors finish their tasks; `lengths` are those of the first prompts."""
     settings, prepare = work.settings, work.settings.prepare
     task = AnswerTask(settings.target, prepare, settings.data.thinking, work.sampling, work.max_length)
-    places = answer_tasks(lengths, prepare.task_rows)
     booked = {"CPU": prepare.actors * prepare.cpus, "GPU": prepare.actors * prepare.gpus}
-    with ray_session(settings, booked):
-        for table in answered(task, [task_table([rows[place] for place in task]) for task in places]):
+    tables = [task_table([rows[place] for place in places]) for places in answer_tasks(lengths, prepare.task_rows)]
+    with ray_session(settings, booked), closing(answered(task, tables)) as results:
+        for table in results:
             yield outcomes_in(table)
 
 
-def by_endpoint(work: Work, rows: Sequence[Conversation], unreachable: dict[str, str]) -> Iterator[list[Outcome]]:
+def by_endpoint(
+    work: Work, rows: Sequence[Conversation], unreachable: dict[str, str]
+) -> Generator[list[Outcome], None, None]:
     """Outcomes as the servers give them. Conversations that no server answered go to `unreachable`, by digest.
 
     Raises:

@@ -65,6 +65,25 @@ def prepare(preset: Preset, overrides: Overrides = None, resume: Resume = None, 
 
 
 @app.command(cls=PresetCommand)
+def capture(
+    preset: Preset,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder or address of an interrupted capture to go on with.")
+    ] = None,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Print the plan, time a few forwards, write nothing.")
+    ] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Write the target's hidden states to a cache, which `train` reads with data.source=cache."""
+    settings = load_settings(preset, overrides or [])
+    from jobs.capture import capture
+
+    capture(settings, resume, dry_run, estimate)
+
+
+@app.command(cls=PresetCommand)
 def train(preset: Preset, overrides: Overrides = None, resume: Resume = None, dry_run: DryRun = False) -> None:
     """Capture the target's hidden states and train a drafter on them."""
     settings = load_settings(preset, overrides or [])

@@ -32,6 +32,7 @@ _PATHS: Mapping[tuple[str, ...], Literal["preset", "home"]] = {
     _MODEL: "preset",
     _SOURCE: "preset",
     ("prepare", "folder"): "home",
+    ("cache", "folder"): "home",
     ("output",): "home",
 }
 _SHOWN_CHARACTERS = 80
@@ -171,7 +172,7 @@ def _absolute(values: Values, folder: Path, home: Path) -> Values:
     """The values with their paths made absolute; what is no text is left for the validation to refuse."""
     for keys, start in _PATHS.items():
         found = _lookup(values, keys)
-        if not isinstance(found, str):
+        if not isinstance(found, str) or "://" in found:
             continue
         path = os.path.normpath((home if start == "home" else folder) / Path(found).expanduser())
         # A target or source that is not written as a path is a hub id or a known name.

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,8 +29,11 @@ def evaluate_drafter(settings: Settings, drafter: Path, prompts: PromptRows, con
     longest = max(len(ids) for ids in prompts.ids) + evaluate.max_new_tokens
     task = EvaluationTask(settings.target, drafter, evaluate, longest, settings.seed)
     results: list[PromptResult] = []
-    with stage(console, "evaluate", len(requests)) as bar:
-        for row in evaluated(EvaluatorActor, (task,), batches, settings):
+    with (
+        stage(console, "evaluate", len(requests)) as bar,
+        closing(evaluated(EvaluatorActor, (task,), batches, settings)) as rows,
+    ):
+        for row in rows:
             results.append(PromptResult(**json.loads(row["result"])))
             bar.update(len(results), _note(results))
     return sorted(results, key=lambda result: (result.temperature, result.domain, result.id))

@@ -1,8 +1,9 @@
-"""Online training: target actors stream captured rows to Ray Train workers; the driver keeps the records."""
+"""Training: captured rows stream to Ray Train workers, from targets or a cache; the driver keeps the records."""
 
 import json
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty
 from typing import Any
 
@@ -15,7 +16,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from actors.checkpoints import DRAFTER, finished_steps, newest_checkpoint, resumable_steps
-from actors.pipelines import capture_options, captured_steps
+from actors.pipelines import capture_options
 from actors.target import BigramActor
 from actors.task import TrainTask
 from actors.trainer import train_rank
@@ -27,6 +28,7 @@ from dspark.target import DTYPES, load_vocabulary, load_whole_config
 from jobs.experiment import Experiment
 from jobs.progress import Stage, stage, training_note
 from jobs.rows import Rows
+from jobs.streams import Streams, step_streams, stream_names
 
 HISTORY = "history.jsonl"
 
@@ -50,14 +52,26 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
     queue = Queue(actor_options={"num_cpus": 0})
     done = finished_steps(newest_checkpoint(storage))
     start = None if done or settings.drafter.init == "random" else _bigrams(settings, rows)
-    task = TrainTask(settings, rows.draft, plan, rows.sample_ids, rows.origin, rows.kept, start, queue, rows.start)
-    table = [ray.put(rows.table)]
+    task = TrainTask(
+        settings, rows.draft, plan, rows.sample_ids, rows.origin, rows.kept, start, queue, rows.start,
+        stream_names(settings),
+    )  # fmt: skip
+    resumable_steps(newest_checkpoint(storage), task)
+    with (
+        step_streams(settings, rows, storage) as streams,
+        stage(console, "train", plan.steps) as bar,
+        Records(experiment, queue, bar, done) as records,
+    ):
+        if done < plan.steps:
+            _trainer(settings, task, storage, streams).fit()
+    if records.error is not None:
+        raise InputError(records.error)
+    _export(experiment, rows)
+    return Fitted(plan.steps, records.history)
 
-    def dataset() -> ray.data.Dataset:
-        """Ray Train calls this whenever it starts the workers: a restart streams only what is still to be trained."""
-        return captured_steps(settings, plan, rows.origin, table, finished_steps(newest_checkpoint(storage)))
 
-    trainer = TorchTrainer(
+def _trainer(settings: Settings, task: TrainTask, storage: Path, streams: Streams) -> TorchTrainer:
+    return TorchTrainer(
         train_rank,
         train_loop_config={"task": task},
         scaling_config=ScalingConfig(
@@ -71,17 +85,9 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
             failure_config=FailureConfig(max_failures=settings.train.max_failures),
             checkpoint_config=CheckpointConfig(num_to_keep=settings.train.keep_checkpoints),
         ),
-        datasets={"steps": dataset},
+        datasets=dict(streams),
         dataset_config=DataConfig(execution_options=capture_options(settings), enable_shard_locality=False),
     )
-    resumable_steps(newest_checkpoint(storage), task)
-    with stage(console, "train", plan.steps) as bar, Records(experiment, queue, bar, done) as records:
-        if done < plan.steps:
-            trainer.fit()
-    if records.error is not None:
-        raise InputError(records.error)
-    _export(experiment, rows)
-    return Fitted(plan.steps, records.history)
 
 
 def _bigrams(settings: Settings, rows: Rows) -> Any:

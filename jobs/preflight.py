@@ -18,6 +18,8 @@ from dspark.model.kinds import drafter_of
 from dspark.target import load_whole_config, resolve
 from dspark.training.memory import PROCESS_BYTES, Estimate, largest_load, rank_memory
 from jobs.rows import Rows
+from jobs.session import target_actors
+from jobs.streams import check_keeping
 
 _GB = 1e9
 _BYTES = {"fp32": 4, "bf16": 2}
@@ -55,7 +57,7 @@ def needs_of(settings: Settings, rows: Rows) -> Needs:
     rank = rank_memory(draft, as_run, load, drafter, tied, gpu)
     # A rank on a GPU keeps its process and the batches on their way on the host.
     host = PROCESS_BYTES + rank.parts["micro-batches"] if gpu else rank.total
-    actors = settings.targets.max_actors or settings.targets.actors
+    actors = target_actors(settings)
     capture = 4 * settings.targets.batch_tokens * draft.hidden * (len(draft.taps) + 8)
     state = drafter * (forward + 12) + drafter * forward
     export = (drafter + 2 * draft.vocab * draft.hidden) * forward
@@ -83,7 +85,7 @@ def _stored_weights(folder: Path) -> int:
 
 
 def check_machine(settings: Settings, rows: Rows) -> None:
-    """Refuses a run that this machine cannot hold. A cluster that is joined is checked by Ray instead.
+    """Refuses a run that this machine, or the cache that it keeps, cannot hold. Ray checks a cluster that is joined.
 
     Raises:
         InputError: what is short, by how much, and which settings need less.
@@ -96,8 +98,12 @@ def check_machine(settings: Settings, rows: Rows) -> None:
             f"output={output} has {free / _GB:.1f} GB free, the run needs {needs.disk / _GB:.1f} GB: free some space, "
             "choose another output, or lower train.keep_checkpoints"
         )
-    if settings.ray.address != "local":
-        return
+    if settings.ray.address == "local":
+        _check_memory(settings, needs)
+    check_keeping(settings, rows)
+
+
+def _check_memory(settings: Settings, needs: Needs) -> None:
     available, device, rank = memory_available(), device_memory(settings.train), needs.rank.total
     if device is not None and device < rank:
         raise InputError(

@@ -4,7 +4,7 @@ source -> cleaned, distinct conversations -> responders -> ledger of answers -> 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def _answer(
     batches = by_actors(work, missing, lengths)
     if work.settings.prepare.via == "endpoint":
         batches = by_endpoint(work, missing, unreachable)
-    with stage(console, "answers", len(missing)) as bar:
+    with closing(batches), stage(console, "answers", len(missing)) as bar:
         _collect(bar, batches, ledger, unreachable)
     return unreachable
 

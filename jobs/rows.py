@@ -1,6 +1,7 @@
 """From settings to token rows, plan and architecture: all that can be known before a weight is loaded."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -8,11 +9,13 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from dspark.config import Settings
+from dspark.data.cache_reader import CacheReader
 from dspark.data.captures import Origin
-from dspark.data.conversations import Dropped, read_conversations
+from dspark.data.codecs import Codec
+from dspark.data.conversations import Conversation, Dropped, read_conversations
 from dspark.data.plan import Plan, make_plan
 from dspark.data.prepared import check_prepared
-from dspark.data.render import Renderer, render
+from dspark.data.render import Rendered, Renderer, render
 from dspark.data.rows import rows_table, samples_fingerprint, supervised_counts
 from dspark.errors import InputError
 from dspark.evaluation.benchmarks import EvaluationPrompt, benchmark_prompts, held_out_prompts
@@ -82,8 +85,6 @@ def prepare_rows(settings: Settings) -> Rows:
     check_prepared(data.conversations, renderer, mark)
     conversations = read_conversations(data.conversations, data.roles, data.max_bad_fraction)
     rendered = render(renderer, conversations, data.max_bad_fraction)
-    train = settings.train
-    plan = make_plan(len(rendered.samples), settings.seed, train.epochs, train.global_batch, train.max_steps)
     origin = Origin(
         target=settings.target.model,
         revision=settings.target.revision or "main",
@@ -92,13 +93,52 @@ def prepare_rows(settings: Settings) -> Rows:
         taps=draft.taps,
         hidden=draft.hidden,
         dtype=settings.target.dtype,
+        codec=Codec(taps=settings.cache.taps).in_origin if data.source == "cache" else "plain",
     )
+    dropped = conversations.dropped + rendered.dropped
+    if data.source == "cache":
+        address = settings.cache.address(settings.output, settings.name)
+        rendered, unusable = held_by_cache(address, origin, rendered, conversations.rows)
+        dropped += unusable
+    train = settings.train
+    plan = make_plan(len(rendered.samples), settings.seed, train.epochs, train.global_batch, train.max_steps)
     table = rows_table(rendered.samples)
     kept = None
     if draft.draft_vocab < draft.vocab:
         counts = supervised_counts(table, draft.vocab)
         kept = keep_tokens(counts, draft.draft_vocab, special_tokens(config, tokenizer))
-    return Rows(table, conversations.dropped + rendered.dropped, plan, draft, origin, kept, start)
+    return Rows(table, dropped, plan, draft, origin, kept, start)
+
+
+def held_by_cache(
+    address: str, origin: Origin, rendered: Rendered, rows: Sequence[Conversation]
+) -> tuple[Rendered, tuple[Dropped, ...]]:
+    """The samples without those that the capture skipped, and these with the reason.
+
+    Raises:
+        InputError: there is no such cache, or it has another origin, lacks taps, or lacks samples.
+    """
+    reader = CacheReader(address, origin.taps)
+    reader.origin.check_fits(origin, f"the cache {address}")
+    held, skipped = set(reader.sample_ids), set(reader.manifest.skipped)
+    known = held | skipped
+    lacking = [sample for sample in rendered.samples if sample.sample_id not in known]
+    if lacking:
+        raise InputError(
+            f"the cache {address} lacks {len(lacking)} of {len(rendered.samples)} samples, such as that of the "
+            f"conversation {lacking[0].conversation_id}: capture these conversations into a new folder, or "
+            "train on the others alone"
+        )
+    samples = tuple(sample for sample in rendered.samples if sample.sample_id in held)
+    if not samples:
+        raise InputError(f"the cache {address} skipped all of these samples: their states were not finite")
+    numbers = {row.id: row.row for row in rows}
+    unusable = tuple(
+        Dropped(sample.conversation_id, numbers[sample.conversation_id], "its states were not finite")
+        for sample in rendered.samples
+        if sample.sample_id in skipped
+    )
+    return replace(rendered, samples=samples), unusable
 
 
 def prepare_prompts(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> PromptRows:

@@ -18,16 +18,27 @@ _CONNECT_TIMEOUT_S = 10
 
 def needed_cpus(settings: Settings) -> float:
     """Logical CPUs that the job books at its widest, over training and evaluation."""
-    targets, train, evaluate = settings.targets, settings.train, settings.evaluate
-    training = train.workers * train.cpus + (targets.max_actors or targets.actors) * targets.cpus
+    train, evaluate = settings.train, settings.evaluate
+    readers = 0 if settings.data.source == "live" else settings.cache.readers
+    training = train.workers * train.cpus + target_actors(settings) * settings.targets.cpus + readers
     return max(training, evaluate.actors * evaluate.cpus) + _DATA_CPUS
 
 
 def needed_gpus(settings: Settings) -> float:
     """GPUs that the job books at its widest."""
-    targets, train, evaluate = settings.targets, settings.train, settings.evaluate
-    training = train.workers * train.gpus + (targets.max_actors or targets.actors) * targets.gpus
+    train, evaluate = settings.train, settings.evaluate
+    training = train.workers * train.gpus + target_actors(settings) * settings.targets.gpus
     return max(training, evaluate.actors * evaluate.gpus)
+
+
+def target_actors(settings: Settings) -> int:
+    """Most actors that hold a target while the drafter is trained.
+
+    From a cache none does, but for the one that `drafter.init=target` asks for bigrams before the first step.
+    """
+    if settings.data.source == "cache":
+        return int(settings.drafter.kind == "dspark" and settings.drafter.init == "target")
+    return settings.targets.max_actors or settings.targets.actors
 
 
 @contextmanager

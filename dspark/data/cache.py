@@ -136,6 +136,20 @@ class CacheWriter:
             return []
         return sorted(set(range(len(self._shards))) - self._finished().keys())
 
+    @property
+    def shard_count(self) -> int:
+        return len(self._shards)
+
+    @property
+    def all_written(self) -> bool:
+        """Whether every shard has its file and its part of the ledger, by their names alone: quick to ask again."""
+        names = self._folder.sizes().keys()
+        return MANIFEST in names or all({shard_file(i), record_file(i)} <= names for i in range(len(self._shards)))
+
+    def skipped(self) -> list[str]:
+        """Planned samples that the finished shards were not given."""
+        return [sample for record in self._finished().values() for sample in record.skipped]
+
     def finish(self) -> Manifest:
         """Joins the parts of the ledger and writes the manifest; afterwards the cache can be read.
 
@@ -164,11 +178,15 @@ class CacheWriter:
                 raise InputError(f"{where} holds other samples than planned: name a new folder")
         return {record.index: record for record in records if record.bytes == sizes[record.file]}
 
-    def _begin(self) -> None:
+    def check(self) -> None:
+        """Refuses, as entering it does, a folder that is another cache or none; writes nothing.
+
+        Raises:
+            InputError: names what differs.
+        """
         if self.complete:
             manifest = read_manifest(self._folder)
             self._check_same(manifest.origin, manifest.codec, manifest.settings, manifest.plan)
-            self._clear()
             return
         names = self._folder.sizes().keys() - {LOCK}
         if JOB in names:
@@ -178,7 +196,13 @@ class CacheWriter:
                 f"{self._folder.address} holds {len(names)} files that no cache of this kind begins with, such as "
                 f"{min(names)}: name a new folder"
             )
-        else:
+
+    def _begin(self) -> None:
+        self.check()
+        if self.complete:
+            self._clear()
+            return
+        if JOB not in self._folder.sizes():
             self._folder.write(JOB, json.dumps(self._job(), indent=1).encode())
         self._folder.remove_partial()
 

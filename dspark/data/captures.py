@@ -110,6 +110,26 @@ def encode(
     return pa.table(columns, schema=schema_of(origin))
 
 
+_FAULT = "fault: "
+
+
+def fault_table(origin: Origin, rows: int, message: str) -> pa.Table:
+    """What takes the place of `rows` captured rows that cannot be had: whoever takes one of them learns why.
+
+    An exception would reach the trainers with a traceback for its text; with rows, all ranks meet it at the same step.
+    """
+    schema = schema_of(origin)
+    empty: dict[str, Any] = {"sample_id": _FAULT + message, "input_ids": []}
+    return pa.table([pa.array([empty.get(field.name, b"")] * rows, field.type) for field in schema], schema=schema)
+
+
+def refuse_fault(table: pa.Table) -> None:
+    """Raises InputError if a row stands for one that could not be had, with the reason."""
+    for sample in table.column("sample_id").to_pylist():
+        if sample.startswith(_FAULT):
+            raise InputError(sample.removeprefix(_FAULT))
+
+
 def _binary(states: Sequence[Tensor]) -> pa.Array:
     """One large_binary value per tensor, copied once into one buffer."""
     flat = torch.cat([state.to(torch.bfloat16).reshape(-1) for state in states]).contiguous().view(torch.uint8)

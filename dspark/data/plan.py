@@ -5,6 +5,7 @@ batches: bf16 states depend on the rows that share a forward (design section 8).
 """
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,14 +63,20 @@ def epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
 
 
 def windows(plan: Plan, window_rows: int, start: int) -> list[range]:
-    """Plan positions that are captured together: from `start` on, whole optimizer steps, about `window_rows` each.
+    """Plan positions that are captured together: whole optimizer steps of one epoch, about `window_rows` each.
 
-    Windows begin at fixed positions of the plan whatever `start` is, so a resumed run captures the same batches; a
-    resumed position inside a window begins at that window's start only if the caller asks for it.
+    Windows begin at fixed positions of the plan whatever `start` is, so that a resumed run captures the same batches;
+    the first of them is the one that holds `start`.
     """
     size = max(1, round(window_rows / plan.global_batch)) * plan.global_batch
-    first = start // size * size
-    return [range(at, min(at + size, len(plan.order))) for at in range(first, len(plan.order), size)]
+    # Epochs follow each other, so each ends where the next one's number would be sorted in.
+    ends = [bisect_right(plan.epochs, epoch) for epoch in sorted(set(plan.epochs))]
+    every = [
+        range(at, min(at + size, end))
+        for begin, end in zip([0, *ends], ends, strict=False)
+        for at in range(begin, end, size)
+    ]
+    return [window for window in every if window.stop > start]
 
 
 def capture_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
@@ -83,3 +90,18 @@ def capture_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]
         else:
             batches.append([row])
     return batches
+
+
+def planned_batches(lengths: Sequence[int], window_rows: int, batch_tokens: int) -> list[list[int]]:
+    """Every forward of a capture of all rows: within windows of `window_rows` consecutive rows, `capture_batches`."""
+    batches: list[list[int]] = []
+    for start in range(0, len(lengths), window_rows):
+        window = lengths[start : start + window_rows]
+        batches += [[start + row for row in batch] for batch in capture_batches(window, batch_tokens)]
+    return batches
+
+
+def padded_share(batches: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
+    """Share of the forwards' tokens that is padding."""
+    padded = sum(len(batch) * max(lengths[row] for row in batch) for batch in batches)
+    return 1 - sum(lengths[row] for batch in batches for row in batch) / padded

@@ -9,6 +9,7 @@ files. With the codec `plain` a shard is the contract's own table, readable by a
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from dspark.data.captures import Origin, origin_of, schema_of
 from dspark.data.codecs import Codec, pack, relative_errors
 from dspark.data.folder import Folder, Sink
+from dspark.data.manifest import MANIFEST
 from dspark.data.shard_record import (
     LEDGER_SCHEMA,
     Distortion,
@@ -73,6 +75,12 @@ def write_shard(task: ShardTask, index: int, planned: Sequence[str], tables: Ite
         InputError: a table's origin is not the cache's (names the field), a value cannot be stored, the disk is full.
     """
     return copy_shard(task, index, planned, _packed(task, tables))
+
+
+def is_written(task: ShardTask, index: int) -> bool:
+    """Whether a shard is there: with its part of the ledger, or in a cache that is complete."""
+    names = Folder(task.folder).sizes().keys()
+    return shard_file(index) in names and bool({record_file(index), MANIFEST} & names)
 
 
 def copy_shard(task: ShardTask, index: int, planned: Sequence[str], samples: Iterable[StoredSample]) -> ShardRecord:
@@ -150,8 +158,12 @@ class _Rows:
         try:
             for sample in samples:
                 writer.write_table(self._row(sample), row_group_size=1)
-        finally:
-            writer.close()
+        except BaseException:
+            # Closing a writer that has failed fails too, with another error than the first.
+            with suppress(Exception):
+                writer.close()
+            raise
+        writer.close()
         return self._ledger(metadata[0]), self._distortion
 
     def _row(self, sample: StoredSample) -> pa.Table:

@@ -67,10 +67,15 @@ class RotaryTable:
             self.frequencies, self.scaling = ROPE_INIT_FUNCTIONS[kind](_RopeSource(config))
         else:
             raise InputError(f"rope_type {kind!r} changes with the length of the text and is not supported")
+        self._copies: dict[torch.device, Tensor] = {}
 
     def at(self, positions_BQ: Tensor) -> Rotary:
         """Tables for integer positions [B, Q]."""
-        angles = positions_BQ[..., None].float() * self.frequencies.to(positions_BQ.device)
+        device = positions_BQ.device
+        # Copied once: the host waits for such a copy, and a step must not.
+        if device not in self._copies:
+            self._copies[device] = self.frequencies.to(device)
+        angles = positions_BQ[..., None].float() * self._copies[device]
         both = torch.cat((angles, angles), dim=-1)
         return Rotary(both.cos() * self.scaling, both.sin() * self.scaling)
 

@@ -143,7 +143,9 @@ def _plain_base(config: DraftConfig, target_config: PreTrainedConfig) -> dict[st
 
 
 def rope_keys(config: DraftConfig) -> dict[str, Any]:
-    """Rotary parameters in both schemas: engines read the one or the other."""
+    """Rotary parameters in both schemas: engines read the one or the other. Gemma4 has one alone, by kind of layer."""
+    if config.form == GEMMA4_FORM:
+        return {}
     scaling = {key: value for key, value in config.rope.items() if key != "rope_theta"}
     return {
         "rope_parameters": dict(config.rope),

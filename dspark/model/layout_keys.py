@@ -112,8 +112,13 @@ def rope_of(parameters: dict[str, Any] | None, theta: float | None, scaling: dic
     Raises:
         ValueError: no base, or two that contradict each other; for a validator to report.
     """
-    rope = dict(parameters or scaling or {})
-    rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope, other = dict(parameters or scaling or {}), dict(scaling or {})
+    for schema in (rope, other):
+        if schema:
+            schema.setdefault("rope_type", schema.pop("type", "default"))
+    rope.setdefault("rope_type", "default")
+    if differing := sorted(key for key, value in other.items() if rope.get(key) != value):
+        raise ValueError(f"rope_scaling={scaling} contradicts rope_parameters={parameters} in {', '.join(differing)}")
     found = rope.setdefault("rope_theta", theta)
     if not isinstance(found, int | float) or found <= 0:
         raise ValueError(f"rope_theta: found {found!r} in rope_parameters and at the top, needed a positive number")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def rms_normed(x: Tensor, weight: Tensor, eps: float, fp32_scale: bool) -> Tensor:
@@ -36,6 +37,7 @@ class _RmsNormed(torch.autograd.Function):
         return (normed * weight.float()).to(x.dtype) if fp32_scale else weight * normed.to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         normed = x.float() * scale
@@ -55,6 +57,7 @@ class _Gated(torch.autograd.Function):
         return activation(gate) * up
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         with torch.enable_grad():

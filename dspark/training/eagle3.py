@@ -18,7 +18,7 @@ from dspark.training.batch import Batch
 from dspark.training.blocks import Blocks
 from dspark.training.chains import Chains
 from dspark.training.means import Mean, Means, weighted_mean
-from dspark.training.objective import Objective, acceptance_means
+from dspark.training.objective import Objective, acceptance_means, seen_taps
 from dspark.training.terms import Judged, judge
 from dspark.training.workspace import Workspace
 
@@ -31,7 +31,7 @@ def run_chains(drafter: Eagle3Drafter, vocabulary: Vocabulary, batch: Batch, cha
     """
     rows_BA, seen = (chains.anchors_BA - 1).clamp(min=0), slice(0, chains.reach)
     # The last row of a text has no token behind it but a stranger's. No chain sees it, nor any behind the last.
-    feature_BSH = drafter.features(batch.taps_BSLH[:, seen])
+    feature_BSH = drafter.features(seen_taps(batch, chains))
     joined_BS2H = drafter.join(feature_BSH, vocabulary.embed(batch.input_ids_BS.roll(-1, dims=1)[:, seen]))
     context = drafter.key_values(joined_BS2H, batch.positions_BS[:, seen])
     later: list[KeyValues] = []

@@ -41,7 +41,7 @@ class Objective:
 
 def run_drafter(drafter: Drafter, vocabulary: Vocabulary, batch: Batch, blocks: Blocks) -> DraftOutput:
     """One parallel pass over all blocks of the batch, teacher-forced."""
-    context = drafter.context(_seen_taps(batch, blocks), batch.positions_BS[:, : blocks.reach])
+    context = drafter.context(seen_taps(batch, blocks), batch.positions_BS[:, : blocks.reach])
     hidden_BQH = drafter(
         vocabulary.embed(block_inputs(blocks, drafter.config.mask_token_id)),
         blocks.positions_BAK.flatten(1),
@@ -59,7 +59,7 @@ def run_drafter(drafter: Drafter, vocabulary: Vocabulary, batch: Batch, blocks: 
     return DraftOutput(hidden_BAKH, features, confidence)
 
 
-def _seen_taps(batch: Batch, blocks: Blocks) -> Tensor:
+def seen_taps(batch: Batch, blocks: Blocks) -> Tensor:
     """Taps [B, R, L*H] of the columns before the batch's last anchor; zeros from each document's last anchor on.
 
     No block looks at either. Columns behind the last anchor of all are left out, so that no layer projects them. Those

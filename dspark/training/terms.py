@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dspark.model.vocabulary import Vocabulary
 from dspark.training.slots import Chunk, Slots, chunks
@@ -110,9 +111,10 @@ class _Judge(torch.autograd.Function):
         return terms
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         # Not in place: the graph may be walked again.
-        scaled = [None if found is None else found * grad_total.to(found.dtype) for found in ctx.saved_tensors]
+        scaled = [None if found is None else found * grad_total for found in ctx.saved_tensors]
         return (*scaled, None, None, None, None)
 
 
@@ -197,21 +199,21 @@ class _Run:
             torch.mm(self.workspace.rounded(logits_cD, head_DH.dtype), head_DH, out=self.d_hidden_NH[chunk.slots])
 
     def _teacher(self, chunk: Chunk) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The target at a chunk's columns: probabilities [p, D] of the tokens that may be drafted, their sum [p, 1]
-        where others exist, and the likeliest of all tokens [p]."""
+        """The target at a chunk's columns: probabilities [p, D] among the tokens that may be drafted, the mass
+        [p, 1] of these where others exist, and the likeliest of all tokens [p]."""
         vocabulary = self.judged.vocabulary
         states_pH = self.judged.final_PH[chunk.places]
         logits_pV = self.workspace.product(states_pH, vocabulary.head_VH, self.dtype)
         if vocabulary.soft_cap is not None:
             _cap(logits_pV, vocabulary.soft_cap)
-        best_p = logits_pV.max(-1).indices  # faster than argmax
-        probs_pV = torch.softmax(logits_pV, -1, out=logits_pV)
+        top_p, best_p = logits_pV.max(-1)  # faster than argmax
         if vocabulary.kept_D is None:
-            return probs_pV, None, best_p
-        shape = (len(probs_pV), len(vocabulary.kept_D))
-        probs_pD = self.workspace.take(shape, self.dtype)
-        torch.index_select(probs_pV, 1, vocabulary.kept_D, out=probs_pD)
-        return probs_pD, probs_pD.sum(-1, keepdim=True), best_p
+            return torch.softmax(logits_pV, -1, out=logits_pV), None, best_p
+        kept_pD = self.workspace.take((len(logits_pV), len(vocabulary.kept_D)), self.dtype)
+        torch.index_select(logits_pV, 1, vocabulary.kept_D, out=kept_pD)
+        all_p = logits_pV.sub_(top_p[:, None]).exp_().sum(-1).log() + top_p
+        mass_p = (kept_pD.logsumexp(-1) - all_p).exp()
+        return torch.softmax(kept_pD, -1, out=kept_pD), mass_p[:, None], best_p
 
 
 class _BiasRun:

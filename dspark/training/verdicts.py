@@ -12,10 +12,10 @@ from torch import Tensor
 class Tile(NamedTuple):
     """Slots to be judged: their target, their labels and what their terms weigh."""
 
-    probs_nD: Tensor  # the target's, over the tokens that may be drafted
-    mass_n1: Tensor | None  # their sum where others exist; None: 1
+    probs_nD: Tensor  # the target's among the tokens that may be drafted
+    mass_n1: Tensor | None  # how much of the target these hold where others exist; None: 1
     best_n1: Tensor  # place of the target's likeliest token of all among these; that of another where it is not kept
-    labels_n1: Tensor | None  # places among these tokens; None: cross-entropy against `probs / mass`
+    labels_n1: Tensor | None  # places among these tokens; None: cross-entropy against `probs`
     ce_n1: Tensor  # weight of the cross-entropy in the loss
     l1_n1: Tensor | None  # weight of the distance; None: 0
 
@@ -40,15 +40,16 @@ def judge_tile(logits_nD: Tensor, tile: Tile, differentiate: bool) -> Verdict:
         expected_n1 = logits_nD.gather(1, tile.labels_n1)
     else:
         expected_n1 = (tile.probs_nD * logits_nD).sum(-1, keepdim=True)
-        if tile.mass_n1 is not None:
-            expected_n1 = expected_n1 / tile.mass_n1
     q_nD = torch.softmax(logits_nD, -1, out=logits_nD)
     # The likeliest q is at least 1/D, so its logarithm is safe where a label's would not be.
     ce_n1 = top_n1 - q_nD.amax(-1, keepdim=True).log() - expected_n1
-    off_nD = q_nD - tile.probs_nD
+    if tile.mass_n1 is None:
+        off_nD = q_nD - tile.probs_nD
+    else:
+        off_nD = torch.addcmul(q_nD, tile.probs_nD, tile.mass_n1, value=-1)
     l1_n1 = off_nD.abs().sum(-1, keepdim=True)
     if tile.mass_n1 is not None:
-        l1_n1 = l1_n1 + (1 - tile.mass_n1).clamp(min=0)
+        l1_n1 += (1 - tile.mass_n1).clamp(min=0)
     if differentiate:
         _to_gradient(q_nD, off_nD, tile)
     return Verdict(ce_n1[:, 0], l1_n1[:, 0], greedy_n1[:, 0])
@@ -65,5 +66,4 @@ def _to_gradient(q_nD: Tensor, off_nD: Tensor, tile: Tile) -> None:
     if tile.labels_n1 is not None:
         q_nD.scatter_add_(1, tile.labels_n1, -tile.ce_n1)
     else:
-        share_n1 = tile.ce_n1 if tile.mass_n1 is None else tile.ce_n1 / tile.mass_n1
-        q_nD.addcmul_(tile.probs_nD, share_n1, value=-1)
+        q_nD.addcmul_(tile.probs_nD, tile.ce_n1, value=-1)

@@ -13,7 +13,18 @@ from dspark.errors import InputError
 from jobs import cli
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["run", "prepare", "train", "evaluate", "inspect", "generate", "export", "check-reference", "doctor"]
+COMMANDS = [
+    "run",
+    "prepare",
+    "capture",
+    "train",
+    "evaluate",
+    "inspect",
+    "generate",
+    "export",
+    "check-reference",
+    "doctor",
+]
 
 
 def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -42,7 +53,7 @@ def test_every_command_has_help(command: str) -> None:
     assert f"Usage: root {command}" in result.output
 
 
-@pytest.mark.parametrize("command", ["run", "prepare", "train", "evaluate"])
+@pytest.mark.parametrize("command", ["run", "prepare", "capture", "train", "evaluate"])
 def test_the_help_of_a_command_on_a_preset_lists_every_setting_and_default(command: str) -> None:
     rows = [line.split() for line in CliRunner().invoke(cli.app, [command, "--help"]).output.splitlines()]
     assert ["train.weight_decay", "0.0"] in [row[:2] for row in rows]

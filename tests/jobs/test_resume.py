@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from dspark.data.cache_check import verify
+from dspark.data.cache_reader import CacheReader
+from dspark.data.folder import Folder
 from dspark.errors import InputError
 from jobs.config import load_settings
 from jobs.train import train
@@ -18,6 +21,7 @@ from tests.conftest import tiny_preset
 
 pytestmark = pytest.mark.faults
 REPOSITORY = Path(__file__).parents[2]
+SNAPSHOT = "*/train/checkpoint_manager_snapshot.json"
 
 
 def losses(folder: Path) -> list[float]:
@@ -32,6 +36,17 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,
     )  # fmt: skip
+
+
+def kill_after_a_checkpoint(run: subprocess.Popen[str], output: Path, step: int = 5) -> None:
+    """SIGKILL to the run and all that it started, as soon as it has the checkpoint of that step."""
+    deadline = time.monotonic() + 240
+    while not any(f"step-{step:08d}" in file.read_text() for file in output.glob(SNAPSHOT)):
+        assert run.poll() is None, run.communicate()[1][-3000:]
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +64,32 @@ def test_a_killed_driver_resumes_with_the_losses_of_the_undisturbed_run(
 ) -> None:
     preset, expected = whole
     run = start(str(preset), f"output={tmp_path}")
-    deadline = time.monotonic() + 240
-    while not list(tmp_path.glob("*/train/checkpoint_manager_snapshot.json")):
-        assert run.poll() is None, run.communicate()[1][-3000:]
-        assert time.monotonic() < deadline, "no checkpoint appeared"
-        time.sleep(0.05)
-    os.killpg(run.pid, signal.SIGKILL)
-    run.wait()
+    kill_after_a_checkpoint(run, tmp_path)
     folder = (tmp_path / "latest").resolve()
     resumed = start(str(preset), f"output={tmp_path}", "--resume", str(folder))
     _, errors = resumed.communicate(timeout=280)
     assert resumed.returncode == 0, errors[-3000:]
     assert losses(folder) == pytest.approx(expected, rel=1e-6)
     assert (folder / "drafter" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("step", [5, 20], ids=["first epoch", "second epoch"])
+def test_a_killed_run_that_keeps_a_cache_resumes_with_the_same_losses_and_completes_the_cache(
+    whole: tuple[Path, list[float]], tmp_path: Path, step: int
+) -> None:
+    preset, expected = whole
+    kept = (str(preset), f"output={tmp_path}", "data.source=live_and_keep")
+    run = start(*kept)
+    kill_after_a_checkpoint(run, tmp_path, step)
+    cache = tmp_path / "cache" / "tiny"
+    assert list(cache.glob("shard-*"))
+    folder = (tmp_path / "latest").resolve()
+    resumed = start(*kept, "--resume", str(folder))
+    _, errors = resumed.communicate(timeout=280)
+    assert resumed.returncode == 0, errors[-3000:]
+    assert losses(folder) == pytest.approx(expected, rel=1e-6)
+    assert verify(Folder(cache), 1, lambda _: None) == []
+    assert len(CacheReader(str(cache)).sample_ids) == 33
 
 
 def test_a_finished_run_that_is_resumed_trains_nothing_and_keeps_its_records(

@@ -11,13 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dspark.capture import OnlyFinite
 from dspark.data.captures import (
     FORMAT_VERSION,
     Origin,
     bf16_column,
     encode,
+    fault_table,
     final_column,
     origin_of,
+    refuse_fault,
     schema_of,
     tap_column,
 )
@@ -143,3 +146,31 @@ def test_a_target_of_other_weights_is_told_by_its_name_and_one_of_equal_weights_
     moved.check_fits(ORIGIN, "the cache")
     with pytest.raises(InputError, match=f"{field}='elsewhere'"):
         replace(moved, fingerprint="others").check_fits(ORIGIN, "the cache")
+
+
+def overflowing(bad: Sequence[int], rows: int) -> pa.Table:
+    """Rows of one token whose first tap is infinite in the rows `bad`."""
+    fine, infinite = torch.zeros(1, ORIGIN.hidden), torch.full((1, ORIGIN.hidden), -torch.inf)
+    taps = {tap: [fine] * rows for tap in ORIGIN.taps}
+    taps[-1] = [infinite if row in bad else fine for row in range(rows)]
+    return encode(ORIGIN, [sample(row, 1) for row in range(rows)], taps, [fine] * rows)
+
+
+def test_rows_that_are_not_finite_are_taken_out_and_a_run_of_them_over_tables_is_an_error() -> None:
+    only_finite = OnlyFinite(limit=3)
+    kept = only_finite(overflowing([1, 3, 4], rows=5))
+    assert kept.column("sample_id").to_pylist() == ["id-0", "id-2"]
+    whole = overflowing([], rows=2)
+    assert only_finite(whole) is whole
+    only_finite(overflowing([0, 3, 4], rows=5))
+    with pytest.raises(InputError, match=r"3 samples in a row gave states that are not finite.*id-0 \(in tap_-1\)"):
+        only_finite(overflowing([0], rows=2))
+
+
+def test_a_fault_in_place_of_rows_fits_the_contract_and_whoever_takes_a_row_learns_the_reason() -> None:
+    faulty = fault_table(ORIGIN, 3, "the disk is full")
+    assert faulty.schema.equals(schema_of(ORIGIN), check_metadata=True) and faulty.num_rows == 3
+    faulty.validate(full=True)
+    with pytest.raises(InputError, match=r"^the disk is full$"):
+        refuse_fault(faulty.slice(2))
+    refuse_fault(overflowing([], rows=2))

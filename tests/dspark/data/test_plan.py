@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark.data.plan import capture_batches, epoch_order, make_plan, windows
+from dspark.data.plan import capture_batches, epoch_order, make_plan, padded_share, planned_batches, windows
 
 row_counts = st.integers(1, 40)
 batch_sizes = st.integers(1, 12)
@@ -67,6 +67,7 @@ def test_windows_are_the_same_whole_steps_under_any_start(rows: int, batch: int,
     every = windows(plan, window, 0)
     assert [position for part in every for position in part] == list(range(len(plan.order)))
     assert all(len(part) % batch == 0 for part in every)
+    assert all(len({plan.epochs[position] for position in part}) == 1 for part in every)
     resumed = windows(plan, window, start)
     assert resumed == every[len(every) - len(resumed) :]
     assert start in resumed[0]
@@ -99,3 +100,14 @@ def test_capture_batches_hold_every_row_once_within_the_tokens(lengths: list[int
 )
 def test_capture_batches_join_rows_of_like_length(lengths: list[int], tokens: int, batches: list[list[int]]) -> None:
     assert capture_batches(lengths, tokens) == batches
+
+
+def test_planned_forwards_sort_within_windows_of_consecutive_rows() -> None:
+    lengths = [1, 4, 2, 9, 3, 3]
+    assert planned_batches(lengths, window_rows=3, batch_tokens=8) == [[1, 2], [0], [3], [4, 5]]
+    assert planned_batches(lengths, window_rows=6, batch_tokens=9) == [[3], [1, 4], [5, 2, 0]]
+
+
+def test_the_padded_share_counts_what_is_computed_and_thrown_away() -> None:
+    assert padded_share([[0, 1], [2]], [4, 2, 6]) == pytest.approx(2 / 14)
+    assert padded_share([[0], [1], [2]], [4, 2, 6]) == 0

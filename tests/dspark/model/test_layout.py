@@ -57,6 +57,10 @@ def test_rotary_schemas_that_contradict_each_other_are_refused() -> None:
     values = config_to_json(small_config(), TARGET, 12, torch.float32) | {"rope_theta": 5.0}
     with pytest.raises(InputError, match=r"rope_theta=5\.0 contradicts.*10000"):
         config_from_json(values)
+    values = config_to_json(small_config(), TARGET, 12, torch.float32)
+    values["rope_scaling"] = {"type": "linear", "factor": 2.0}
+    with pytest.raises(InputError, match=r"rope_scaling=.* contradicts rope_parameters=.* in factor, rope_type"):
+        config_from_json(values)
 
 
 def test_a_rotary_type_without_its_keys_is_refused() -> None:

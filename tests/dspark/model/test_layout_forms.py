@@ -23,6 +23,7 @@ from dspark.errors import InputError
 from dspark.learning import DrafterSettings
 from dspark.model.checkpoints import load_drafter, save_drafter
 from dspark.model.config import DSparkConfig, draft_config
+from dspark.model.exchange import read_checkpoint, write_checkpoint
 from dspark.model.families import GEMMA4_FORM, LLAMA_FORM
 from dspark.model.layout import check_servable, config_from_json, config_to_json, extra_keys
 from dspark.model.vocabulary import Vocabulary
@@ -77,6 +78,10 @@ def test_a_drafter_of_every_family_comes_back_as_it_was(name: str, tmp_path: Pat
     ids, hidden = torch.arange(30), torch.randn(2, 32)
     assert torch.equal(loaded.vocabulary.embed(ids), vocabulary.embed(ids))
     assert torch.equal(loaded.vocabulary.draft_logits(hidden), vocabulary.draft_logits(hidden))
+    # Read and written once more, as an export does; files of a native Llama form are for this project alone.
+    write_checkpoint(tmp_path / "again", read_checkpoint(folder), "deepspec", None, {})
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / file).read_bytes() == (folder / file).read_bytes()
 
 
 def test_a_gemma4_drafter_has_the_tensors_of_its_form(tmp_path: Path) -> None:

@@ -166,3 +166,15 @@ def test_losses_of_a_bf16_drafter_are_summed_in_fp32() -> None:
     assert rounded.loss.dtype == torch.float32
     assert all(mean.total.dtype == torch.float32 for mean in rounded.means.values())
     assert rounded.loss.item() == pytest.approx(exact.loss.item(), rel=0.03)
+
+
+def test_what_is_not_a_number_where_no_chain_looks_reaches_neither_loss_nor_gradients() -> None:
+    """A row without chains, and columns behind a row's last chain while another row reaches further."""
+    module, vocabulary, batch, chains = case(masks=[[0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 1]])
+    found = []
+    for filler in (0.0, float("nan")):
+        taps_BSLH = batch.taps_BSLH.clone()
+        taps_BSLH[0], taps_BSLH[1, 3:] = filler, filler
+        objective = module(vocabulary, replace(batch, taps_BSLH=taps_BSLH), chains, chains.divisor)
+        found.append((objective.loss, *gradients(module, objective.loss).values()))
+    assert all(torch.equal(one, other) and other.isfinite().all() for one, other in zip(*found, strict=True))

@@ -194,3 +194,26 @@ def test_no_tensor_of_all_slots_and_tokens_is_ever_made() -> None:
         objective(vocabulary, batch, blocks, step_weight(blocks)).loss.backward()
     assert largest.bytes <= allowed
     assert logits > 20 * allowed
+
+
+def test_a_target_that_leaves_nothing_to_the_kept_tokens_gives_numbers_all_the_same() -> None:
+    inputs, judged = case("none", True, None, False, torch.float32)
+    head_VH = torch.zeros(V, H)
+    head_VH[1, 0] = 300.0  # token 1 is not kept, and its logit is beyond what exp can hold beside the others'
+    final_PH = torch.ones(P, H)
+    vocabulary = Vocabulary(judged.vocabulary.embedding_VH, head_VH).narrowed(KEPT)
+    terms = judged_by(replace(judged, vocabulary=vocabulary, final_PH=final_PH), "none")(*inputs)
+    assert terms.accept_N.tolist() == [0] * N and not terms.greedy_N.any()
+    # Among the kept tokens the target is uniform, and so is the draft.
+    torch.testing.assert_close(terms.ce_N, torch.full((N,), float(len(KEPT))).log())
+    (gradient,) = torch.autograd.grad(terms.total, inputs)
+    assert gradient.isfinite().all()
+
+
+def test_gradients_of_bf16_states_are_scaled_by_the_whole_factor() -> None:
+    inputs, judged = case("by column", False, None, True, torch.bfloat16)
+    one, other = (
+        torch.autograd.grad(judged_by(judged, "by column")(*inputs).total / divisor, inputs) for divisor in (1.0, 120.0)
+    )
+    for whole, part in zip(one, other, strict=True):
+        assert (part.double() * 120 / whole.double()).mean().item() == pytest.approx(1, abs=1e-3)

@@ -1,0 +1,144 @@
+"""Where a training run's captured tables come from: target actors, a cache, or the first and then the second.
+
+live             steps: target actors, every epoch anew
+cache            steps: readers of the cache; no target is loaded
+live_and_keep    first: target actors, which also write the cache, one shard for each of their windows
+                 later: readers of that cache, as soon as this process has joined its ledger
+
+The trainers take tables in plan order from one stream after the other, and never learn which it was.
+"""
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+import ray
+from ray.data import Dataset
+
+from actors.checkpoints import finished_steps, newest_checkpoint
+from actors.pipelines import cached_steps, captured_steps
+from dspark.config import Settings
+from dspark.data.cache import CacheWriter, check_room, expected_bytes
+from dspark.data.codecs import Codec
+from dspark.data.manifest import Setting
+from dspark.data.plan import windows
+from dspark.errors import InputError
+from jobs.rows import Rows
+
+Streams = Mapping[str, Callable[[], Dataset]]
+_LOOK_S = 1.0
+
+
+def stream_names(settings: Settings) -> tuple[str, ...]:
+    """Names of the streams, in their order."""
+    return ("first", "later") if settings.data.source == "live_and_keep" else ("steps",)
+
+
+@contextmanager
+def step_streams(settings: Settings, rows: Rows, storage: Path) -> Iterator[Streams]:
+    """The streams by name, each made when Ray Train starts the workers: a restart passes on only what is still missing.
+
+    Raises:
+        InputError: the folder of `live_and_keep` is another cache, or lacks what was trained on before.
+    """
+    plan, whole = rows.plan, range(len(rows.plan.order))
+
+    def done() -> int:
+        return finished_steps(newest_checkpoint(storage))
+
+    def cached(covered: range) -> Dataset:
+        return cached_steps(settings, plan, covered, done(), rows.origin, rows.sample_ids)
+
+    if settings.data.source == "cache":
+        yield {"steps": partial(cached, whole)}
+        return
+    table = [ray.put(rows.table)]
+    if settings.data.source == "live":
+        yield {"steps": lambda: captured_steps(settings, plan, whole, done(), rows.origin, table, None)}
+        return
+    first = range(bisect_right(plan.epochs, 0))
+    with kept_cache(settings, rows) as writer, Keeper(writer):
+        _check_kept(settings, rows, writer, done())
+        task = writer.task
+        yield {
+            "first": lambda: captured_steps(settings, plan, first, done(), rows.origin, table, task),
+            "later": partial(cached, range(first.stop, whole.stop)),
+        }
+
+
+def kept_cache(settings: Settings, rows: Rows) -> CacheWriter:
+    """The writer of the cache that `live_and_keep` makes: a shard for each window of the first epoch."""
+    plan, pool = rows.plan, settings.targets
+    ids = rows.sample_ids
+    shards = [
+        [ids[plan.order[position]] for position in window if plan.counted[position]]
+        for window in windows(plan, pool.window_rows, 0)
+        if plan.epochs[window.start] == 0
+    ]
+    identity: dict[str, Setting] = {
+        "by": "live_and_keep",
+        "targets.batch_tokens": pool.batch_tokens,
+        "targets.window_rows": pool.window_rows,
+    }
+    address = settings.cache.address(settings.output, settings.name)
+    return CacheWriter(address, rows.origin, Codec(settings.cache.storage, settings.cache.taps), shards, identity)
+
+
+def check_keeping(settings: Settings, rows: Rows) -> None:
+    """Refuses a run with `live_and_keep` whose cache does not fit on its disk, or whose folder is another cache.
+
+    Raises:
+        InputError: how much space there is and is needed, or how the folder differs.
+    """
+    if settings.data.source != "live_and_keep":
+        return
+    with kept_cache(settings, rows) as writer:
+        missing = len(writer.unfinished()) / writer.shard_count
+        check_room(writer.task.folder, round(missing * expected_bytes(rows.origin, writer.task.codec, rows.tokens)))
+
+
+def _check_kept(settings: Settings, rows: Rows, writer: CacheWriter, done: int) -> None:
+    every = windows(rows.plan, settings.targets.window_rows, 0)
+    lost = [index for index in writer.unfinished() if every[index].stop <= done * rows.plan.global_batch]
+    if lost:
+        raise InputError(
+            f"the cache {writer.task.folder} lacks {len(lost)} shards of rows that were trained on before step {done}, "
+            f"the first is {lost[0]}: put them back, or start a new run"
+        )
+
+
+class Keeper:
+    """Completes a cache as soon as its last shard is there, whoever wrote it, while the driver waits for training."""
+
+    def __init__(self, writer: CacheWriter) -> None:
+        self.writer = writer
+        self.stopped = threading.Event()
+        self.error: InputError | None = None
+        self.thread = threading.Thread(target=self._follow, name="keeper", daemon=True)
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+        """Raises what kept the cache from being completed: readers that wait for it fail with something less clear."""
+        self.stopped.set()
+        self.thread.join()
+        if self.error is not None:
+            raise self.error from error
+
+    def _follow(self) -> None:
+        last = False
+        while not last:
+            last = self.stopped.wait(_LOOK_S)
+            try:
+                if self.writer.all_written:
+                    self.writer.finish()
+                    return
+            except InputError as error:
+                self.error = error
+                return
