@@ -44,33 +44,17 @@ def test_every_row_is_trained_and_the_last_step_is_filled_with_rows_without_weig
     assert curve[-1] < curve[0]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        ["train.workers=2", "train.zero_stage=3", "targets.actors=2"],
-        ["train.micro_batch=2", "train.pack_tokens=128", "train.zero_stage=0"],
-    ],
-    ids=["two ranks", "packed"],
-)
-def test_ranks_zero_stages_and_packing_change_neither_losses_nor_gradient_norms(
-    one_rank: tuple[Path, list[float]], tmp_path: Path, changes: list[str]
+def test_two_ranks_and_zero_3_change_neither_losses_nor_gradient_norms(
+    one_rank: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
     preset, expected = one_rank
+    changes = ["train.workers=2", "train.zero_stage=3", "targets.actors=2"]
     settings = load_settings(preset, [f"output={tmp_path}", *changes])
     train(settings, None, False)
     assert losses(settings.output) == pytest.approx(expected, rel=1e-4)
     norms = losses(load_settings(preset, []).output, "grad_norm")
     assert min(norms) > 0
     assert losses(settings.output, "grad_norm") == pytest.approx(norms, rel=1e-3)
-
-
-def test_a_second_run_with_the_same_seed_gives_the_same_losses(
-    one_rank: tuple[Path, list[float]], tmp_path: Path
-) -> None:
-    preset, expected = one_rank
-    settings = load_settings(preset, [f"output={tmp_path}"])
-    train(settings, None, False)
-    assert losses(settings.output) == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_drafter_of_all_tokens_that_starts_from_the_target_begins_elsewhere_and_learns_too(
