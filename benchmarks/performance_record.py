@@ -10,7 +10,7 @@ import torch
 _INTRODUCTION = """\
 # How fast a training step is
 
-Written by `make record-step`; no number here is typed. A step is forward, loss and backward of one batch of one row
+Written by a program; no number here is typed. A step is forward, loss and backward of one batch of one row
 (H 576, 5 taps, block 7, rank 256). (a) is the project's step, (b) the textbook's (`benchmarks/textbook.py`: a dense
 mask through SDPA, all logits at once), (c) the least matrix products that the mathematics needs
 (`benchmarks/products.py`: supervised slots, distinct columns, prefixes alone). Each side runs in fresh processes, in
@@ -58,7 +58,7 @@ def cells_of(found: dict[str, Any]) -> list[str]:
 def document(report: dict[str, Any]) -> str:
     """The page for one report."""
     measured_on = ", ".join(f"{key} {value}" for key, value in report["machine"].items())
-    lines = [_INTRODUCTION, f"Measured on: {measured_on}."]
+    lines = [_INTRODUCTION, f"Measured by `{report['command']}` (`make record-step`) on: {measured_on}."]
     if not report["bf16_native"]:
         lines += ["", "This machine does not multiply bf16 natively, so bf16 was not measured."]
     lines += ["", f"| {' | '.join(COLUMNS)} |", "| --- | --- | --- |" + " ---: |" * (len(COLUMNS) - 3)]

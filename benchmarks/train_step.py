@@ -158,7 +158,12 @@ def main() -> int:
                 sides = measure(case, dtype, arguments.rounds, arguments.repetitions, arguments.threads, heap == "kept")
                 results.append(result_of(case, dtype, heap, sides))
     show(Console(width=190), results)
-    report = {"machine": machine(arguments.threads), "bf16_native": native, "results": results}
+    report = {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": machine(arguments.threads),
+        "bf16_native": native,
+        "results": results,
+    }
     if arguments.record:
         RECORD.write_text(document(report))
     print(json.dumps(report))
