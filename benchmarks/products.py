@@ -26,10 +26,6 @@ class Product(NamedTuple):
     columns: int
     times: int = 1
 
-    @property
-    def flops(self) -> int:
-        return 2 * self.rows * self.inner * self.columns * self.times
-
 
 def least_products(drafter: Drafter, vocabulary: Vocabulary, blocks: Blocks) -> list[Product]:
     """Products of one step on a batch of one row.

@@ -12,17 +12,17 @@ from safetensors import safe_open
 
 from actors.zero import stage_of
 from dspark.config import Settings
+from dspark.data.conversations import main_reasons
 from dspark.errors import InputError
 from dspark.learning import TrainSettings
 from dspark.model.kinds import drafter_of
 from dspark.target import load_whole_config, resolve
-from dspark.training.memory import PROCESS_BYTES, Estimate, largest_load, rank_memory
+from dspark.training.memory import PROCESS_BYTES, SIZES, Estimate, largest_load, rank_memory
 from jobs.rows import Rows
 from jobs.session import target_actors
 from jobs.streams import check_keeping
 
 _GB = 1e9
-_BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def needs_of(settings: Settings, rows: Rows) -> Needs:
     target = _stored_weights(resolve(settings.target))
     with torch.device("meta"):
         drafter = sum(parameter.numel() for parameter in drafter_of(draft).parameters())
-    forward, gpu = _BYTES[train.precision], train.gpus > 0
+    forward, gpu = SIZES[train.precision], train.gpus > 0
     tied = load_whole_config(settings.target).get_text_config().tie_word_embeddings
     load = largest_load(draft, settings, [len(ids) for ids in rows.table.column("input_ids")])
     as_run = settings.model_copy(update={"train": train.model_copy(update={"zero_stage": stage_of(train)})})
@@ -64,11 +64,11 @@ def needs_of(settings: Settings, rows: Rows) -> Needs:
     return Needs(
         target_weights=target,
         drafter_weights=drafter,
-        target_memory=actors * (target * _BYTES[settings.target.dtype] + capture + PROCESS_BYTES),
+        target_memory=actors * (target * SIZES[settings.target.dtype] + capture + PROCESS_BYTES),
         rank=rank,
         trainer_memory=train.workers * host,
         evaluator_memory=settings.evaluate.actors
-        * ((target + drafter) * _BYTES[settings.evaluate.dtype] + PROCESS_BYTES),
+        * ((target + drafter) * SIZES[settings.evaluate.dtype] + PROCESS_BYTES),
         object_store=settings.ray.object_store_mb * 2**20,
         disk=(train.keep_checkpoints + 1) * state + 2 * export,
     )
@@ -191,7 +191,8 @@ def print_plan(console: Console, settings: Settings, rows: Rows) -> None:
     ranks = f"{train.workers} ranks x {train.micro_batch} rows x {train.accumulation} accumulated{packed}"
     lines = {
         "target": f"{settings.target.model}, {needs.target_weights / 1e6:,.0f} M weights, {settings.target.dtype}",
-        "rows": f"{rows.table.num_rows:,} with {rows.tokens:,} tokens; {len(rows.dropped)} dropped{_reasons(rows)}",
+        "rows": f"{rows.table.num_rows:,} with {rows.tokens:,} tokens; {len(rows.dropped)} dropped"
+        f"{main_reasons(rows.dropped)}",
         "drafter": f"{needs.drafter_weights / 1e6:,.1f} M weights, {draft}",
         "steps": f"{plan.steps:,} of {train.global_batch} rows: {ranks}, ZeRO {train.zero_stage}, {train.precision}",
         "stream": f"{per_token:,} bytes per token, {per_token * rows.tokens / _GB:.2f} GB per epoch, nothing on disk",
@@ -214,11 +215,3 @@ def _rank(settings: Settings, rank: Estimate) -> str:
         "" if not settings.train.gpus else f" of GPU memory ({'unknown' if free is None else f'{free / _GB:.1f}'} free)"
     )
     return f"{rank.total / _GB:.2f} GB{place} at most, in {rank.moment}: {parts}"
-
-
-def _reasons(rows: Rows) -> str:
-    counts: dict[str, int] = {}
-    for one in rows.dropped:
-        counts[one.reason] = counts.get(one.reason, 0) + 1
-    listed = "; ".join(f"{count} x {reason}" for reason, count in sorted(counts.items(), key=lambda item: -item[1])[:3])
-    return f" ({listed})" if listed else ""

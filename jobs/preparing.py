@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dspark.config import Settings
-from dspark.data.conversations import Conversation, Dropped, conversations_of, refuse_bad_rows
+from dspark.data.conversations import Conversation, Dropped, conversations_of, main_reasons, refuse_bad_rows
 from dspark.data.dialogue import answered_turns
 from dspark.data.files import SUFFIXES, files_of, numbered
 from dspark.data.hub import hub_rows
@@ -143,7 +143,8 @@ def print_work(
     splits = split_counts(work.rows, prepare.validation, prepare.held_out)
     rule = ", ".join(f"{key} {getattr(work.sampling, key):g}" for key in KEYS)
     lines = {
-        "source": f"{work.source}: {len(work.rows):,} conversations; {len(work.dropped):,} dropped{_reasons(work)}",
+        "source": f"{work.source}: {len(work.rows):,} conversations; {len(work.dropped):,} dropped"
+        f"{main_reasons(work.dropped)}",
         "rows": ", ".join(f"{count:,} {split}" for split, count in splits.items()),
         "answers": f"{answers:,} to write in {len(missing):,} conversations, {sum(lengths):,} tokens in the "
         f"first prompts, at most {answers * prepare.max_tokens:,} new ones",
@@ -183,11 +184,3 @@ def _who(settings: Settings) -> str:
         return f"{len(endpoint.addresses)} addresses, {endpoint.concurrency} requests each, {endpoint.api}"
     name = "vLLM" if prepare.via == "vllm" else f"batches of {prepare.batch}"
     return f"{prepare.actors} actors, {name}, {settings.target.dtype}, {prepare.gpus:g} GPUs each"
-
-
-def _reasons(work: Work) -> str:
-    counts: dict[str, int] = {}
-    for one in work.dropped:
-        counts[one.reason] = counts.get(one.reason, 0) + 1
-    listed = "; ".join(f"{count} x {reason}" for reason, count in sorted(counts.items(), key=lambda item: -item[1])[:3])
-    return f" ({listed})" if listed else ""

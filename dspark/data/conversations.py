@@ -6,7 +6,8 @@ A row is used whole or dropped whole: leaving out one turn would change what the
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,13 @@ class Dropped:
     id: str | None
     row: int
     reason: str
+
+
+def main_reasons(dropped: Sequence[Dropped]) -> str:
+    """The three most frequent reasons, in brackets behind a count of dropped rows; empty if there are none."""
+    counts = Counter(one.reason for one in dropped)
+    listed = "; ".join(f"{count} x {reason}" for reason, count in counts.most_common(3))
+    return f" ({listed})" if listed else ""
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,14 @@ the optimizer step    all gradients and the optimizer's copy of its own; on a CP
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from dspark.config import Settings
 from dspark.learning import TrainSettings
 from dspark.model.config import DraftConfig, DSparkConfig, Eagle3Config
 from dspark.model.kinds import AnyConfig
 from dspark.training.activations import Load, block_bytes, chain_bytes, context_bytes, passing_bytes
+from dspark.training.slots import logit_bytes
 
 Parts = dict[str, int]
 OPTIMIZER_STEP = "the optimizer step"
@@ -147,19 +149,19 @@ def step_peak(draft: AnyConfig, train: TrainSettings, load: Load, weights: int, 
 
 
 def arena_bytes(draft: DraftConfig, logits_mb: int, load: Load, size: int) -> int:
-    """The chunks' arena: what all slots need, at most the budget, at least one column with its slots.
-
-    The same count as `dspark.training.terms` makes for a chunk.
-    """
-    drafted, whole, exact = 4 * draft.draft_vocab, 4 * draft.vocab, size == 4
-    slot = drafted + drafted * (draft.soft_cap is not None) + (0 if exact else drafted // 2)
-    column = whole + drafted * (draft.draft_vocab < draft.vocab) + (0 if exact else whole // 2)
+    """The chunks' arena: what all slots need, at most the budget, at least one column with its slots."""
+    bias: Literal["column", "slot"] | None = None
     if isinstance(draft, DSparkConfig) and draft.markov_rank:
         # A bias of the token alone is one for all slots of a column; gates and states make it each slot's own.
-        if draft.markov_head == "vanilla":
-            column += 2 * drafted
-        else:
-            slot += 2 * drafted
+        bias = "column" if draft.markov_head == "vanilla" else "slot"
+    slot, column = logit_bytes(
+        draft.draft_vocab,
+        draft.vocab,
+        size,
+        reduced=draft.draft_vocab < draft.vocab,
+        capped=draft.soft_cap is not None,
+        bias=bias,
+    )
     most = slot * load.used + column * load.places
     least = column + slot * math.ceil(load.used / max(1, load.places))
     return max(least, min(most, logits_mb * 2**20))

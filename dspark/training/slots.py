@@ -7,7 +7,7 @@ N projected slots, P distinct columns.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,22 @@ def slots_of(wanted_BAK: Tensor, columns_BAK: Tensor, length: int) -> Slots:
     place_P, row_N, counts_P = torch.unique_consecutive(place_N, return_inverse=True, return_counts=True)
     first_P = counts_P.cumsum(0) - counts_P
     return Slots(index_N[order_N], row_N, place_P, first_P, tuple(counts_P.tolist()))
+
+
+def logit_bytes(
+    drafted: int, tokens: int, size: int, reduced: bool, capped: bool, bias: Literal["column", "slot"] | None
+) -> tuple[int, int]:
+    """What a chunk's buffers hold for each of its slots, and for each of its columns.
+
+    Logits are fp32, or fp64 for states of that type; states of `size` bytes a number below 4 give rounded ones beside
+    them. `bias`: of what a Markov bias is, which is held with its gradient.
+    """
+    exact = max(size, 4)
+    rounded = size if size < exact else 0
+    slot = drafted * (exact + exact * capped + rounded)
+    column = tokens * (exact + rounded) + drafted * exact * reduced
+    held = 2 * drafted * exact
+    return slot + held * (bias == "slot"), column + held * (bias == "column")
 
 
 def chunks(slots: Slots, slot_bytes: int, place_bytes: int, budget: int) -> Iterator[Chunk]:

@@ -14,7 +14,6 @@ r Markov rank; c a chunk's slots, p its columns, n a tile's slots.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dspark.model.vocabulary import Vocabulary
-from dspark.training.slots import Chunk, Slots, chunks
+from dspark.training.slots import Chunk, Slots, chunks, logit_bytes
 from dspark.training.verdicts import Tile, judge_tile
 from dspark.training.workspace import ALIGNED, Workspace
 
@@ -149,17 +148,18 @@ class _Run:
         """Of the total, for states, features and W2."""
         return (self.d_hidden_NH, *((None, None) if self.bias is None else self.bias.gradients))
 
-    @cached_property
+    @property
     def bytes_per_slot_and_column(self) -> tuple[int, int]:
         """What the buffers of a chunk hold for each of its slots, and for each of its columns."""
-        vocabulary = self.judged.vocabulary
-        drafted, whole = (len(head) * self.dtype.itemsize for head in (vocabulary.draft_head_DH, vocabulary.head_VH))
-        exact = self.hidden_NH.dtype == self.dtype
-        slot = drafted + drafted * (vocabulary.soft_cap is not None) + (0 if exact else drafted // 2)
-        column = whole + drafted * (vocabulary.kept_D is not None) + (0 if exact else whole // 2)
-        if self.bias is None:
-            return slot, column
-        return (slot, column + 2 * drafted) if self.bias.by_column else (slot + 2 * drafted, column)
+        vocabulary, bias = self.judged.vocabulary, self.bias
+        return logit_bytes(
+            len(vocabulary.draft_head_DH),
+            len(vocabulary.head_VH),
+            self.hidden_NH.itemsize,
+            reduced=vocabulary.kept_D is not None,
+            capped=vocabulary.soft_cap is not None,
+            bias=None if bias is None else "column" if bias.by_column else "slot",
+        )
 
     def judge(self, chunk: Chunk) -> None:
         """Terms and gradients of a chunk's slots."""
