@@ -26,6 +26,15 @@ GRID = tuple(10 ** (step / 100) for step in range(-100, 101))
 
 
 @dataclass(frozen=True)
+class VerifiedRound:
+    """A round of which the target verified every draft: one confidence logit for each."""
+
+    logits: tuple[float, ...]
+    accepted: int
+    kept: int  # accepted + 1, fewer where a stop id ended the text
+
+
+@dataclass(frozen=True)
 class Verified:
     """Rounds as arrays: confidence logits, slots that the target verified, and how many of these it accepted."""
 
@@ -88,14 +97,14 @@ def half_of(prompt: Sequence[int]) -> Half:
     return "fit" if digest[0] % 2 else "report"
 
 
-def verified_rounds(
-    logits: Sequence[Sequence[float]], offered: Sequence[int], accepted: Sequence[int], slots: int
-) -> Verified:
-    """Arrays of rounds of a drafter with blocks of `slots`: logits of the drafts, those verified, those accepted."""
-    logits_NK = np.zeros((len(logits), slots))
-    for row, (values, count) in enumerate(zip(logits, offered, strict=True)):
-        logits_NK[row, :count] = values[:count]
-    return Verified(logits_NK, np.array(offered, dtype=np.int64), np.array(accepted, dtype=np.int64))
+def verified_rounds(rounds: Sequence[VerifiedRound], slots: int) -> Verified:
+    """Arrays of rounds of a drafter with blocks of `slots`."""
+    logits_NK = np.zeros((len(rounds), slots))
+    for row, one in enumerate(rounds):
+        logits_NK[row, : len(one.logits)] = one.logits
+    offered_N = np.array([len(one.logits) for one in rounds], dtype=np.int64)
+    accepted_N = np.array([one.accepted for one in rounds], dtype=np.int64)
+    return Verified(logits_NK, offered_N, accepted_N)
 
 
 def confidences(logits: Sequence[float], temperatures: Sequence[float]) -> list[float]:

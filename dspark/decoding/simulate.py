@@ -10,7 +10,7 @@ recorded. The time of a step is that of the target's pass; drafting is not in it
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dspark.decoding.rounds import Round
+from dspark.decoding.calibration import VerifiedRound
 from dspark.decoding.schedule import StepRates, confident_length, scheduled_lengths
 
 # From the confidences of each request's drafts to the number of them to verify.
@@ -40,7 +40,7 @@ def policies(rates: StepRates, threshold: float) -> Mapping[str, Choose]:
 
 
 def replay(
-    rounds: Sequence[Round],
+    rounds: Sequence[VerifiedRound],
     confidences: Sequence[Sequence[float]],
     name: str,
     choose: Choose,
@@ -72,6 +72,6 @@ def replay(
     )
 
 
-def _kept(recorded: Round, verified: int) -> int:
+def _kept(recorded: VerifiedRound, verified: int) -> int:
     """Tokens that a round keeps with so many drafts verified: fewer accepted, or fewer up to its stop token."""
     return min(recorded.kept, min(recorded.accepted, verified) + 1)

@@ -11,6 +11,7 @@ from dspark.decoding.calibration import (
     GRID,
     Floats,
     Verified,
+    VerifiedRound,
     calibration_error,
     fit_temperatures,
     half_of,
@@ -56,8 +57,8 @@ def test_survival_is_the_product_of_what_the_slots_say() -> None:
 
 
 def test_rounds_become_arrays_in_which_slots_that_were_not_verified_say_nothing() -> None:
-    logits = [(1.0, 2.0, 3.0), (4.0, 5.0, 6.0), ()]
-    verified = verified_rounds(logits, offered=[3, 1, 0], accepted=[1, 1, 0], slots=3)
+    rounds = [VerifiedRound((1.0, 2.0, 3.0), 1, 2), VerifiedRound((4.0,), 1, 1), VerifiedRound((), 0, 1)]
+    verified = verified_rounds(rounds, slots=3)
     assert verified.logits_NK.tolist() == [[1.0, 2.0, 3.0], [4.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     assert [verified.of(slot).tolist() for slot in (0, 1)] == [[True, True, False], [True, False, False]]
     assert verified.outcome(0).tolist() == [True, True, False]

@@ -5,7 +5,7 @@ from dataclasses import astuple
 import numpy as np
 import pytest
 
-from dspark.decoding.rounds import Round
+from dspark.decoding.calibration import VerifiedRound
 from dspark.decoding.schedule import StepRates
 from dspark.decoding.simulate import Replayed, policies, replay
 
@@ -13,12 +13,12 @@ FLAT = StepRates((1,), (10.0,))
 STEEP = StepRates(tuple(range(1, 200)), tuple(10.0 / tokens for tokens in range(1, 200)))
 
 
-def recorded(count: int, slots: int = 4, seed: int = 0) -> tuple[list[Round], list[list[float]]]:
+def recorded(count: int, slots: int = 4, seed: int = 0) -> tuple[list[VerifiedRound], list[list[float]]]:
     """Rounds whose drafts are accepted with the probability that their confidences say."""
     rng = np.random.default_rng(seed)
     confidences = rng.uniform(0.2, 0.95, (count, slots))
     accepted = np.cumprod(rng.random((count, slots)) < confidences, axis=1).sum(axis=1).tolist()
-    return [Round(slots, number, number + 1, ()) for number in accepted], confidences.tolist()
+    return [VerifiedRound((0.0,) * slots, number, number + 1) for number in accepted], confidences.tolist()
 
 
 def replayed(name: str, count: int, requests: int, rates: StepRates, threshold: float = 0.5) -> Replayed:
@@ -32,7 +32,7 @@ def numbers(one: Replayed) -> tuple[float, ...]:
 
 
 def test_two_rounds_by_hand() -> None:
-    rounds, confidences = [Round(2, 2, 3, ()), Round(2, 0, 1, ())], [(0.9, 0.4), (0.8, 0.7)]
+    rounds, confidences = [VerifiedRound((), 2, 3), VerifiedRound((), 0, 1)], [(0.9, 0.4), (0.8, 0.7)]
     rates = StepRates((1, 2, 3), (10.0, 5.0, 4.0))
     ways = policies(rates, threshold=0.75)
     fixed = replay(rounds, confidences, "fixed", ways["fixed"], 1, rates)
@@ -45,7 +45,7 @@ def test_two_rounds_by_hand() -> None:
 
 
 def test_a_round_that_a_stop_token_ended_keeps_no_more_than_it_did() -> None:
-    rounds, confidences = [Round(3, 3, 2, ())], [(0.9, 0.9, 0.9)]
+    rounds, confidences = [VerifiedRound((), 3, 2)], [(0.9, 0.9, 0.9)]
     fixed = replay(rounds, confidences, "fixed", policies(FLAT, 0.5)["fixed"], 1, FLAT)
     assert fixed.acceptance_length == 2.0
     plain = replay(rounds, confidences, "plain", policies(FLAT, 0.5)["plain"], 1, FLAT)
