@@ -9,8 +9,10 @@ import time
 from collections.abc import Sequence
 
 import torch
+from sklearn.isotonic import IsotonicRegression
+from torch import Tensor
 
-from dspark.decoding.kv import Aim, AimedCache, target_store
+from dspark.decoding.kv import Aim, AimedCache, Store, target_store
 from dspark.decoding.schedule import StepRates
 from dspark.target import Target
 
@@ -30,7 +32,7 @@ def pass_shapes(batch: int, block: int) -> list[tuple[int, int]]:
 def measure_step_rates(
     target: Target, taps: Sequence[int], shapes: Sequence[tuple[int, int]], context: int, repeats: int
 ) -> StepRates:
-    """Passes per second by tokens in a pass: the median of `repeats` passes of each of `shapes`.
+    """Passes per second by tokens in a pass: from the median of `repeats` passes of each of `shapes`, smoothed.
 
     Every row holds `context` tokens already. A pass gives states for the drafter (`taps`) and logits for the test, as a
     round of the engine does; drafting and bookkeeping are not in it.
@@ -41,19 +43,34 @@ def measure_step_rates(
     store.reserve(context + widest)
     generator = torch.Generator().manual_seed(0)
     ids_RQ = torch.randint(target.vocab_size, (most, widest), generator=generator).to(target.device)
-    rates = []
-    for rows, width in shapes:
-        positions_RQ = (context + torch.arange(width, device=target.device)).expand(rows, width)
-        aim = Aim(0, positions_RQ, context + width)
-        seconds = []
-        for _ in range(_WARM_UP + repeats):
+    seconds: list[list[float]] = [[] for _ in shapes]
+    # Shapes take turns, so that a machine that becomes slower meanwhile does not make some of them look dear.
+    for _ in range(_WARM_UP + repeats):
+        for (rows, width), found in zip(shapes, seconds, strict=True):
             start = _now(target)
-            cache = AimedCache(store, aim)
-            states = target.states(ids_RQ[:rows, :width], tuple(taps), positions_RQ, aim.visible(), cache)
-            target.vocabulary.logits(states.final)
-            seconds.append(_now(target) - start)
-        rates.append(1 / statistics.median(seconds[_WARM_UP:]))
-    return StepRates(tuple(rows * width for rows, width in shapes), tuple(rates))
+            _verify(target, store, ids_RQ[:rows, :width], taps, context)
+            found.append(_now(target) - start)
+    medians = [statistics.median(found[_WARM_UP:]) for found in seconds]
+    return step_rates([rows * width for rows, width in shapes], medians)
+
+
+def step_rates(tokens: Sequence[int], seconds: Sequence[float]) -> StepRates:
+    """Rates of passes that took so long, made to fall: where more tokens took less time, both get their mean.
+
+    No pass is faster for holding more. Where noise says so, the scheduler would stop in front of a number of tokens
+    that looks dear, or fill passes up to one that looks cheap.
+    """
+    smooth = IsotonicRegression().fit_transform(list(tokens), list(seconds))
+    return StepRates(tuple(tokens), tuple(1 / float(one) for one in smooth))
+
+
+def _verify(target: Target, store: Store, ids_RQ: Tensor, taps: Sequence[int], context: int) -> None:
+    """One pass over tokens behind `context` others."""
+    rows, width = ids_RQ.shape
+    positions_RQ = (context + torch.arange(width, device=ids_RQ.device)).expand(rows, width)
+    aim = Aim(0, positions_RQ, context + width)
+    states = target.states(ids_RQ, taps, positions_RQ, aim.visible(), AimedCache(store, aim))
+    target.vocabulary.logits(states.final)
 
 
 def _now(target: Target) -> float:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dspark.decoding.profile import measure_step_rates, pass_shapes
+from dspark.decoding.profile import measure_step_rates, pass_shapes, step_rates
 from tests.dspark.decoding.decoders import TAPS, tiny_target
 
 
@@ -16,6 +16,12 @@ def test_every_pass_has_more_tokens_than_the_one_before(batch: int) -> None:
     tokens = [rows * width for rows, width in pass_shapes(batch, block=4)]
     assert tokens == sorted(set(tokens))
     assert (tokens[0], tokens[-1]) == (1, batch * 5)
+
+
+def test_a_pass_is_never_faster_for_holding_more_tokens() -> None:
+    assert step_rates([1, 2, 4], [0.1, 0.2, 0.4]).per_second == pytest.approx((10.0, 5.0, 2.5))
+    # Two tokens seemed faster than one: both get the mean of their times.
+    assert step_rates([1, 2, 4], [0.3, 0.1, 0.4]).per_second == pytest.approx((5.0, 5.0, 2.5))
 
 
 def test_the_table_holds_a_rate_for_each_number_of_tokens() -> None:
