@@ -1,4 +1,4 @@
-"""The file of a drafter's calibration: confidence temperatures and the target's step rates, as serving engines read them.
+"""The file of a drafter's calibration, as serving engines read it: confidence temperatures and the target's step rates.
 
 One JSON object. `temperatures` is one number per slot; `sample_batch_tokens`, `sample_steps_per_sec` and
 `max_batch_tokens` are the table of step rates. Either part may be absent; other keys are facts about the measurement
