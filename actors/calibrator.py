@@ -16,9 +16,6 @@ from dspark.model.exchange import load_for_target
 from dspark.sections import EvaluateSettings, TargetSettings
 from dspark.target import DTYPES, Target, load_target
 
-# Confidences come in single precision: what lies nearer to 0 or 1 has been rounded to it.
-_LEAST = 2**-24
-
 
 @dataclass(frozen=True)
 class CalibrationTask:
@@ -70,9 +67,8 @@ class ProfilerActor:
 
 def _verified(one: Round) -> dict[str, Any]:
     """A `VerifiedRound` in plain JSON types."""
-    assert len(one.confidences) == one.proposed, "a calibration verifies every draft"
-    logits = torch.logit(torch.tensor(one.confidences, dtype=torch.float64), eps=_LEAST).tolist()
-    return asdict(VerifiedRound(tuple(logits), one.accepted, one.kept))
+    assert len(one.logits) == one.proposed, "a calibration verifies every draft"
+    return asdict(VerifiedRound(one.logits, one.accepted, one.kept))
 
 
 def _target(target: TargetSettings, evaluate: EvaluateSettings) -> Target:

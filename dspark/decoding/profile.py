@@ -12,8 +12,9 @@ import torch
 from sklearn.isotonic import IsotonicRegression
 from torch import Tensor
 
-from dspark.decoding.kv import Aim, AimedCache, Store, target_store
+from dspark.decoding.kv import AimedCache, PackedAim, Store, target_store
 from dspark.decoding.schedule import StepRates
+from dspark.packed import Packed
 from dspark.target import Target
 
 _WARM_UP = 2  # passes that are not counted
@@ -65,12 +66,12 @@ def step_rates(tokens: Sequence[int], seconds: Sequence[float]) -> StepRates:
 
 
 def _verify(target: Target, store: Store, ids_RQ: Tensor, taps: Sequence[int], context: int) -> None:
-    """One pass over tokens behind `context` others."""
+    """One pass over tokens behind `context` others, packed as the engine's."""
     rows, width = ids_RQ.shape
-    positions_RQ = (context + torch.arange(width, device=ids_RQ.device)).expand(rows, width)
-    aim = Aim(0, positions_RQ, context + width)
-    states = target.states(ids_RQ, taps, positions_RQ, aim.visible(), AimedCache(store, aim))
-    target.vocabulary.logits(states.final)
+    packed = Packed([context] * rows, [width] * rows, ids_RQ.device)
+    cache = AimedCache(store, PackedAim(packed))
+    states = target.states(ids_RQ.reshape(1, -1), taps, cache=cache, packed=packed)
+    target.vocabulary.logits(states.final[0])
 
 
 def _now(target: Target) -> float:
