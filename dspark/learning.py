@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from dspark.sections import AutoPrecision, Count, Fraction, Positive, Section, Weight
 
-LOGITS_MB = 192
+LOGITS_MB = 160
 
 
 class DrafterSettings(Section):
