@@ -99,7 +99,7 @@ def _cut(settings: Settings, windows_of_rows: list[pa.Table], actor: type, **opt
 def written_shards(
     settings: Settings, task: ShardTask, rows: Any, shards: Mapping[int, Sequence[Sequence[int]]]
 ) -> Generator[dict[str, Any], None, None]:
-    """What came of each shard, in the order in which they finish; `shards` holds the rows of each one's forwards.
+    """What each forward added to its shard, as it is written; `shards` holds the rows of each one's forwards.
 
     Only facts come back: an actor writes its shards itself. `rows` as above.
     """
@@ -116,6 +116,8 @@ def written_shards(
         num_cpus=pool.cpus,
         num_gpus=pool.gpus,
     )
+    # Facts are handed on at once, not when they have become a block of the usual size.
+    written.context.target_max_block_size = 1
     yield from written.iter_rows()
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -30,7 +31,9 @@ class Stage:
         share = done / max(1, self.total)
         if not self.console.is_terminal and (share - self.printed >= _LINE_SHARE or done == self.total):
             self.printed = share
-            self.console.print(f"{self.name} {done}/{self.total}  {note}")
+            left = self.bar.tasks[0].time_remaining if done < self.total else None
+            time_left = "" if left is None else f"  {timedelta(seconds=round(left))} left"
+            self.console.print(f"{self.name} {done}/{self.total}  {note}{time_left}")
 
 
 @contextmanager
