@@ -12,6 +12,9 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["fp32", "bf16"]
 # `auto` becomes one of the two before work starts: bf16 where the device multiplies it natively, else fp32.
 AutoPrecision = Literal["auto", "fp32", "bf16"]
+# Those that transformers takes. Its tensor parallelism is no choice: it wants a process per GPU, all in step, where a
+# target actor is one process that is placed, killed and replaced alone.
+DeviceMap = Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, Count | Literal["cpu", "disk"]]
 
 
 class Section(BaseModel):
@@ -24,6 +27,11 @@ class TargetSettings(Section):
     model: str = Field(description="local folder, hub id, or `smollm2-135m-instruct` (the quickstart's data wheel)")
     revision: str | None = Field(None, description="hub revision; unused for local folders")
     dtype: AutoPrecision = Field("auto", description="compute type of the captured forward; auto: bf16 if native")
+    device_map: DeviceMap | None = Field(
+        None,
+        description="for a target larger than one device: how its layers are dealt to the GPUs of a process, to memory "
+        "and to disk; `auto`, or {module: GPU number, cpu or disk}; null: one device holds all",
+    )
 
 
 class TargetPoolSettings(Section):

@@ -176,13 +176,11 @@ class CacheReader:
         return self._places[sample]
 
     def _read(self, place: int, forms: Sequence[Form], parts: Sequence[NDArray[np.uint8]]) -> list[Future[None]]:
-        """One sample's wanted values into `parts`, each freed from its form; the checks that are still to be awaited."""
+        """One sample's wanted values into `parts`, each freed from its form; returns checks that are still running."""
         with self._lock:
             return self._read_locked(place, forms, parts)
 
-    def _read_locked(
-        self, place: int, forms: Sequence[Form], parts: Sequence[NDArray[np.uint8]]
-    ) -> list[Future[None]]:
+    def _read_locked(self, place: int, forms: Sequence[Form], parts: Sequence[NDArray[np.uint8]]) -> list[Future[None]]:
         source = self._source(int(self._shard[place]))
         checks: list[Future[None]] = []
         for span in self._spans(place):
