@@ -19,6 +19,7 @@ from dspark.sections import (
     Count,
     DataSettings,
     EvaluateSettings,
+    LocalPath,
     RaySettings,
     Section,
     TargetPoolSettings,
@@ -32,7 +33,7 @@ class Settings(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     seed: Count = 42
-    output: Path = Field(Path("runs"), description="folder that holds one folder per run")
+    output: LocalPath = Field(Path("runs"), description="folder that holds one folder per run")
     target: TargetSettings
     targets: TargetPoolSettings = TargetPoolSettings()
     data: DataSettings

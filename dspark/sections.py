@@ -3,8 +3,17 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+
+def _on_a_disk(value: object) -> object:
+    # As a path, `s3://bucket/x` would be the folder `s3:` of the working directory.
+    if isinstance(value, str) and "://" in value:
+        raise ValueError(f"{value!r} is an address, needed is a path on a disk that this machine mounts")
+    return value
+
+
+LocalPath = Annotated[Path, BeforeValidator(_on_a_disk)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -50,8 +59,8 @@ class TargetPoolSettings(Section):
 class DataSettings(Section):
     """Conversations, and how they become token rows."""
 
-    conversations: Path = Field(description="training rows: .jsonl, .json or .parquet, each also as .gz")
-    held_out: Path = Field(description="prompts that training never sees, for `evaluate`")
+    conversations: LocalPath = Field(description="training rows: .jsonl, .json or .parquet, each also as .gz")
+    held_out: LocalPath = Field(description="prompts that training never sees, for `evaluate`")
     source: Literal["live", "cache", "live_and_keep"] = Field(
         "live",
         description="states for training: from target actors, from the cache, or in the first epoch from actors that "
@@ -78,7 +87,9 @@ class EvaluateSettings(Section):
     prompts_t0: Positive = Field(48, description="prompts decoded at temperature 0")
     prompts_t1: Count = Field(12, description="of these, also decoded at `temperature`")
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    benchmarks: Path | None = Field(None, description="folder of NAME.jsonl with `turns`; measured besides held_out")
+    benchmarks: LocalPath | None = Field(
+        None, description="folder of NAME.jsonl with `turns`; measured besides held_out"
+    )
     benchmark_prompts: Positive = Field(16, description="prompts taken from each benchmark file")
 
 

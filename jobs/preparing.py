@@ -112,6 +112,11 @@ def _source(settings: Settings) -> tuple[str, Any]:
             "prepare.source is not set: give a file or folder of conversations, or a dataset on the hub, such as "
             "prepare.source=conversations.jsonl"
         )
+    if "://" in prepare.source:
+        raise InputError(
+            f"prepare.source={prepare.source} is an address: copy the conversations to a disk that this machine "
+            "mounts, or name a dataset on the hub as owner/name"
+        )
     path = Path(prepare.source).expanduser()
     if path.exists() or path.name.endswith(SUFFIXES) or path.is_absolute():
         return str(path), numbered(files_of(path))
