@@ -7,7 +7,7 @@ call, M cached positions, L taps, H hidden width.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from math import ceil
 from pathlib import Path
@@ -234,9 +234,20 @@ def load_target(settings: TargetSettings, device: torch.device | None = None) ->
         model, vocabulary = model.to(device or default_device()), None
     else:
         model = _load(AutoModelForCausalLM, settings, dtype=dtype, attn_implementation="sdpa", device_map=place)
+        _check_all_placed(model, place)
         vocabulary = _fetched_vocabulary(model, settings)
     mark = fingerprint(resolve(settings))
     return Target(model, load_tokenizer(settings), settings.model, settings.revision or "main", mark, vocabulary)
+
+
+def _check_all_placed(model: Any, place: str | Mapping[str, int | str]) -> None:
+    # transformers leaves what the map does not name wherever it was read to.
+    names = [name for name, _ in model.named_parameters()]
+    prefixes = tuple(f"{module}." if module else "" for module in place) if isinstance(place, Mapping) else ("",)
+    if lost := next((name for name in names if not name.startswith(prefixes)), None):
+        raise InputError(
+            f"target.device_map={place!r} says nothing of {lost}: name a module that holds it, or use device_map=auto"
+        )
 
 
 def _fetched_vocabulary(model: Any, settings: TargetSettings) -> Vocabulary | None:

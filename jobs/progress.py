@@ -29,7 +29,7 @@ class Stage:
         """Shows that `done` of the total is finished; `note` is the live line beside the bar."""
         self.bar.update(self.task, completed=done, note=note)
         share = done / max(1, self.total)
-        if not self.console.is_terminal and (share - self.printed >= _LINE_SHARE or done == self.total):
+        if not self.console.is_terminal and (share - self.printed >= _LINE_SHARE or share == 1 > self.printed):
             self.printed = share
             left = self.bar.tasks[0].time_remaining if done < self.total else None
             time_left = "" if left is None else f"  {timedelta(seconds=round(left))} left"
