@@ -10,6 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 # Where no terminal shows a moving bar, a line is printed each time this share of the work is done.
 _LINE_SHARE = 0.1
+# Time that is left is worth saying from here on.
+_SHOWN_LEFT_S = 2
 
 
 class Stage:
@@ -32,7 +34,7 @@ class Stage:
         if not self.console.is_terminal and (share - self.printed >= _LINE_SHARE or share == 1 > self.printed):
             self.printed = share
             left = self.bar.tasks[0].time_remaining if done < self.total else None
-            time_left = "" if left is None else f"  {timedelta(seconds=round(left))} left"
+            time_left = "" if left is None or left < _SHOWN_LEFT_S else f"  {timedelta(seconds=round(left))} left"
             self.console.print(f"{self.name} {done}/{self.total}  {note}{time_left}")
 
 

@@ -200,7 +200,7 @@ class CacheReader:
                 if not direct:
                     self._compare(place, held, stored)
                     self._undo(place, held, forms[column], stored, parts[column])
-                elif self._checker is None or len(stored) < _CHECKED_BESIDE:
+                elif self._checker is None or self._unchecked is None or len(stored) < _CHECKED_BESIDE:
                     self._compare(place, held, stored)
                 elif self._unchecked[place, held]:
                     checks.append(self._checker.submit(self._compare, place, held, stored))

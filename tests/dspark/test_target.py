@@ -224,7 +224,7 @@ def test_special_tokens_are_all_that_the_tokenizer_marks_so_and_what_ends_a_text
     assert special_tokens(config, target.tokenizer) == {7, 256, 257, 258, 259}
 
 
-def halves(folder: Path, here: int | str, kept: str) -> dict[str, int | str]:
+def halves(folder: Path, here: int | str, kept: int | str) -> dict[str, int | str]:
     """A device map that keeps embedding, head and every other layer in `kept`."""
     decoder = family_of(load_whole_config(TargetSettings(model=str(folder), dtype="fp32"))).decoder
     layers = {f"{decoder}.layers.{layer}": (here, kept)[layer % 2] for layer in range(6)}

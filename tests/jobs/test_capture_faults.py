@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -139,7 +140,7 @@ def test_a_node_that_is_killed_takes_its_target_along_and_the_capture_goes_on_wh
 ) -> None:
     preset, expected = whole
     folder = tmp_path / "cache"
-    room_for_a_target = {"num_cpus": 4, "object_store_memory": 100 * 2**20}
+    room_for_a_target: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 100 * 2**20}
     node = cluster.add_node(**room_for_a_target)
     running = []
 
