@@ -244,7 +244,7 @@ def _check_all_placed(model: Any, place: str | Mapping[str, int | str]) -> None:
     # transformers leaves what the map does not name wherever it was read to.
     names = [name for name, _ in model.named_parameters()]
     prefixes = tuple(f"{module}." if module else "" for module in place) if isinstance(place, Mapping) else ("",)
-    if lost := next((name for name in names if not name.startswith(prefixes)), None):
+    if lost := next((name for name in names if name not in place and not name.startswith(prefixes)), None):
         raise InputError(
             f"target.device_map={place!r} says nothing of {lost}: name a module that holds it, or use device_map=auto"
         )
