@@ -72,19 +72,6 @@ def test_the_run_is_tracked_and_its_drafter_registered(finished: tuple[Path, str
     )
 
 
-def test_the_drafter_can_be_evaluated_again_by_any_number_of_actors(finished: tuple[Path, str, Path]) -> None:
-    output, _, preset = finished
-    first = (output / "latest").resolve()
-    done = dspark("evaluate", str(preset), str(first / "drafter"), "evaluate.actors=2", "evaluate.batch=2")
-    assert done.returncode == 0, done.stderr[-3000:]
-    again = Path(done.stdout.strip().splitlines()[-1]).parent
-    tokens = [
-        {(row["id"], row["temperature"]): row["tokens"] for row in map(json.loads, path.read_text().splitlines())}
-        for path in (first / "results.jsonl", again / "results.jsonl")
-    ]
-    assert tokens[0] == tokens[1]
-
-
 def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path, tiny_target: Path) -> None:
     preset = tiny_preset(tmp_path, tiny_target)
     before = sorted(tmp_path.rglob("*"))

@@ -17,7 +17,8 @@ import pytest
 
 from dspark.evaluation import plots
 from dspark.evaluation.metrics import PromptResult
-from dspark.evaluation.report import ReportData, result_json, write_report
+from dspark.evaluation.report import ReportData, write_report
+from dspark.evaluation.summary import result_json
 
 HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
 SECONDS = {"total": 72.0, "prepare": 10.0, "train": 40.0, "evaluate": 22.0}
@@ -73,6 +74,7 @@ def report_of(results: list[PromptResult], history: list[dict[str, float]]) -> R
 
 HELD_OUT = [result_of(f"{domain}-{i}", domain) for i in range(4) for domain in ("math", "code")]
 SAMPLED = [result_of("math-0", "math", 0.7)]
+HEAD = ("reliability_confidence", "reliability_survival", "thresholds")  # pictures of the confidence head
 BENCHMARK = [replace(result_of("gsm8k/1", "gsm8k"), plain_seconds=7.0)]
 
 
@@ -119,6 +121,19 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(folder, report_of(HELD_OUT + SAMPLED + BENCHMARK, history_of(400)))
 
 
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of two drafters at two batch sizes. The second one lacks a confidence head and keeps less."""
+    rounds = [{"proposed": 2, "accepted": 0, "kept": 1, "confidences": []} for _ in range(6)]
+    drafted = [False] * 7
+    results = []
+    for one in HELD_OUT + BENCHMARK:
+        other = replace(one, drafter="runs/<b>other</b>", rounds=rounds, drafted=drafted)
+        results += [replace(one, drafter="dspark"), other]
+        results += [replace(found, batch=8, plain_seconds=0.1) for found in results[-2:]]
+    return write_report(tmp_path_factory.mktemp("several"), report_of(results, history_of(40)))
+
+
 def page_of(path: Path) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
@@ -149,6 +164,30 @@ def test_the_tables_give_each_domain_and_temperature_with_definitions(full: Path
     assert "Published count Accepted draft tokens + 1 per round" in words
 
 
+def test_drafters_stand_side_by_side_with_what_is_noise_and_the_speed_of_each_batch_size(several: Path) -> None:
+    words = page_of(several).words
+    assert "Of dspark, the first of 2 drafters" in words
+    # Every prompt is alike, so the interval has no width, and the difference is no noise.
+    assert "math 2.000 2.00 to 2.00 1.000 1.00 to 1.00" in words
+    assert "math runs/<b>other</b> − dspark -1.000 -1.000 to -1.000 differs" in words
+    assert "gsm8k 2.000 1.000" in words and "mean math 2.000 1.000" in words and "one prompt" in words
+    # 56 tokens of eight prompts: 5.6 s plainly and 2.8 s speculatively one by one, 0.8 s plainly in eights.
+    assert "dspark held-out 0 1 8 10.0 20.0 2.00× 14% 29% 43% 14%" in words
+    assert "dspark held-out 0 8 8 70.0 20.0 0.29× 14% 29% 43% 14%" in words
+    # Batch 8 is the same tokens again: not counted twice.
+    assert "all 24 unconditional 100% 33% conditional 100% 33%" in words
+
+
+def test_the_confidence_head_is_shown_where_there_is_one(several: Path) -> None:
+    page = page_of(several)
+    assert "Confidence head of dspark" in page.words and "Confidence head of runs" not in page.words
+    # Thresholds 0, 0.1, ... 0.9: up to 0.8 only rejected slots are cut off, at 0.9 an accepted one.
+    assert f"kept per round {9 * '2.00 '}1.67" in page.words
+    assert "verified per round 3.00 3.00 3.00 3.00 3.00 2.67 2.67 2.33 2.00 1.67" in page.words
+    files = {file.stem for file in (several.parent / "plots").iterdir()}
+    assert {"positions", "thresholds_dspark", "slots_runs-b-other-b-_benchmarks"} <= files
+
+
 def test_no_text_becomes_markup(full: Path) -> None:
     page = page_of(full)
     tags = {tag for tag, _ in page.elements}
@@ -162,14 +201,14 @@ def test_no_text_becomes_markup(full: Path) -> None:
 def test_the_page_needs_nothing_from_outside(full: Path) -> None:
     page = page_of(full)
     references = [str(attrs[name]) for _, attrs in page.elements for name in ("src", "srcset", "href") if name in attrs]
-    assert len(references) == 2 * 9
+    assert len(references) == 2 * 12
     assert all(reference.startswith("data:image/png;base64,") for reference in references)
     assert "url(" not in page.style and "@import" not in page.style
 
 
 def test_the_pictures_lie_beside_the_page(full: Path) -> None:
-    names = ["loss", "slots", "slots_benchmarks", "slots_conditional", "speed"]
-    names += ["speed_benchmarks", "tau", "time", "time_benchmarks"]
+    names = ["loss", *HEAD[:2], "slots", "slots_benchmarks", "slots_conditional", "speed"]
+    names += ["speed_benchmarks", "tau", HEAD[2], "time", "time_benchmarks"]
     files = sorted((full.parent / "plots").iterdir())
     assert [file.stem for file in files] == names
     assert all(file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") for file in files)
@@ -203,7 +242,13 @@ def test_a_run_that_only_evaluates_has_no_training_section(tmp_path: Path) -> No
     page = page_of(write_report(tmp_path, report))
     assert not re.search("Training|Optimizer steps|Registered version|T\u00a0=\u00a01|Benchmarks|NaN|None", page.text)
     assert "22.0 s (evaluate 22.0 s)" in page.words
-    assert sorted(file.stem for file in (tmp_path / "plots").iterdir()) == ["slots", "speed", "time"]
+    assert sorted(file.stem for file in (tmp_path / "plots").iterdir()) == [
+        *HEAD[:2],
+        "slots",
+        "speed",
+        HEAD[2],
+        "time",
+    ]
 
 
 def test_sampled_results_alone_make_a_report(tmp_path: Path) -> None:
@@ -258,6 +303,8 @@ def test_what_was_not_measured_or_is_not_finite_is_null() -> None:
         "training": {"loss": {"first": 1.5, "last": 1.5}},
         "held_out": {},
         "benchmarks": {},
+        "drafters": {},
+        "comparison": {},
     }
 
 
@@ -282,7 +329,7 @@ def test_the_two_themes_differ_and_a_picture_repeats_to_the_byte() -> None:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 @pytest.mark.parametrize("width", [390, 1280])
-def test_a_browser_shows_the_page_without_overflow_or_errors(full: Path, tmp_path: Path, width: int) -> None:
+def test_a_browser_shows_the_page_without_overflow_or_errors(several: Path, tmp_path: Path, width: int) -> None:
     # The page allows no script, so the measuring one sits in a frame around it.
     measure = """
         const frame = document.querySelector("iframe"), text = document.querySelector("textarea").value
@@ -294,7 +341,7 @@ def test_a_browser_shows_the_page_without_overflow_or_errors(full: Path, tmp_pat
         frame.srcdoc = text
     """
     probe = tmp_path / "probe.html"
-    escaped = html.escape(full.read_text(encoding="utf-8"))
+    escaped = html.escape(several.read_text(encoding="utf-8"))
     probe.write_text(
         f'<body><textarea hidden>{escaped}</textarea><iframe style="width:{width}px;height:800px"></iframe><script>'
         f"{measure}</script></body>",
@@ -305,5 +352,5 @@ def test_a_browser_shows_the_page_without_overflow_or_errors(full: Path, tmp_pat
          "--enable-logging=stderr", "--virtual-time-budget=10000", "--dump-dom", probe.as_uri()],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    assert 'data-measured="0/0/9"' in done.stdout
+    assert 'data-measured="0/0/20"' in done.stdout
     assert "CONSOLE" not in done.stderr
