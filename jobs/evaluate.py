@@ -35,7 +35,7 @@ def evaluate(settings: Settings, checkpoints: Sequence[Path], resume: Path | Non
     settings = settled(settings)
     drafters = {name: folder.resolve() for name, folder in zip(drafter_names(checkpoints), checkpoints, strict=True)}
     for folder in drafters.values():
-        _check_target(settings, folder)
+        check_target(settings, folder)
     tokenizer = load_tokenizer(settings.target)
     prompts = prepare_prompts(settings, tokenizer)
     description = description_of(settings, drafters, prompts)
@@ -96,8 +96,12 @@ def _print_plan(console: Console, settings: Settings, drafters: dict[str, Path],
         console.print(f"drafter {name}: {folder}", soft_wrap=True)
 
 
-def _check_target(settings: Settings, checkpoint: Path) -> None:
-    """A drafter that this project made says which weights it was made for."""
+def check_target(settings: Settings, checkpoint: Path) -> None:
+    """A drafter that this project made says which weights it was made for.
+
+    Raises:
+        InputError: the settings name a target with other weights.
+    """
     facts = read_json(checkpoint / CONFIG).get(RUN_KEY, {})
     made_for = facts.get("target", {}).get("fingerprint")
     if made_for is not None and made_for != (found := fingerprint(resolve(settings.target))):

@@ -1,5 +1,8 @@
 """What each number of the tables, the page and `result.json` means, in words."""
 
+from dspark.evaluation.comparison import LEVEL, RESAMPLES
+from dspark.evaluation.confidence import BINS
+
 DEFINITIONS: dict[str, str] = {
     "temperature": "Sampling temperature; at 0 every token is the target's most likely one.",
     "prompts": "Prompts decoded.",
@@ -41,11 +44,12 @@ DEFINITIONS: dict[str, str] = {
         "the batch, the longer its slots wait for its last answer."
     ),
     "interval": (
-        "95 % interval of the acceptance length: prompts are drawn with replacement 2,000 times, within each domain, "
-        "all turns of a conversation together. It holds the chance of the prompts, not that of training again."
+        f"{LEVEL:.0%} interval of the acceptance length: prompts are drawn with replacement {RESAMPLES:,} times, "
+        "within each domain, all turns of a conversation together. It holds the chance of the prompts, not that of "
+        "training again."
     ),
     "within_noise": (
-        "The difference to the other drafter, on the same drawn prompts, has a 95 % interval that holds 0: another "
+        "The difference to the other drafter, on the same drawn prompts, has an interval that holds 0: another "
         "choice of prompts could have turned the order round."
     ),
     "threshold": ("Verify the longest prefix of a proposal in which every confidence reaches the threshold."),
@@ -61,8 +65,8 @@ DEFINITIONS: dict[str, str] = {
         "the confidence, slots 0 to k for the survival. A calibrated head lies on the diagonal."
     ),
     "calibration_error": (
-        "Expected calibration error: the distance between mean prediction and accepted share in each of 10 bins of "
-        "equal width, averaged over the rounds."
+        f"Expected calibration error: the distance between mean prediction and accepted share in each of {BINS} bins "
+        "of equal width, averaged over the rounds."
     ),
     "training.loss": (
         "What training minimises. DSpark: the weighted sum of the three terms, per supervised slot. EAGLE-3: the sum "
