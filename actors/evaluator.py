@@ -58,7 +58,7 @@ def packed(batch: Sequence[Asked]) -> pa.Table:
 
 
 class EvaluatorActor:
-    """One target and the drafters on one device; each call decodes one batch of prompts."""
+    """One target and the drafters on one device; each call decodes one batch of prompts, and returns one row."""
 
     def __init__(self, task: EvaluationTask) -> None:
         torch.set_num_threads(task.evaluate.threads)
@@ -80,7 +80,7 @@ class EvaluatorActor:
                 drafted = self._decoded(engine, asked)
                 results += self._results(name, asked, plain, drafted)
             asked = self._following(asked, plain.generations)
-        return pa.table({"result": [json.dumps(asdict(result)) for result in results]})
+        return pa.table({"results": [json.dumps([asdict(result) for result in results])]})
 
     def _prepare(self, batch: int) -> None:
         """Engines for `batch` requests at a time; those of another size go, with their stores."""

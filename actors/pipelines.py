@@ -12,7 +12,7 @@ and repeats its window.
 Whoever takes results from a generator here closes it, also after an error: Ray Data cannot end it once Ray has gone.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -129,11 +129,14 @@ def capture_options(settings: Settings) -> ExecutionOptions:
 
 def evaluated(
     actor: type, arguments: tuple[Any, ...], batches: Sequence[pa.Table], settings: Settings
-) -> Generator[pa.Table, None, None]:
-    """Tables that evaluator actors return, one for each batch of prompts, in the order in which they finish."""
+) -> Generator[Any, None, None]:
+    """Rows that evaluator actors return for batches of prompts, in the order in which they finish."""
     evaluate = settings.evaluate
     results = _pooled(actor, arguments, batches, evaluate, evaluate.widest_pool)
-    yield from results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+    # A prefetched batch would wait for the next one before it is handed over, and be lost with a killed driver.
+    tables: Iterable[pa.Table] = results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+    for table in tables:
+        yield from table.to_pylist()
 
 
 def answered(task: AnswerTask, conversations: Sequence[pa.Table]) -> Generator[pa.Table, None, None]:

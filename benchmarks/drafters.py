@@ -206,10 +206,17 @@ def show(console: Console, report: dict[str, Any]) -> None:
         console.print(line)
 
 
+def command_of(given: list[str]) -> str:
+    """The call without the places of this machine."""
+    shown = ["FOLDER" if before in ("--benchmarks", "--folder") else text
+             for before, text in zip(["", *given], given, strict=False)]  # fmt: skip
+    return f"make bench-drafters ARGS='{' '.join(shown)}'" if shown else "make bench-drafters"
+
+
 def main() -> int:
     asked = arguments()
     report = measure(asked)
-    report["command"] = " ".join(["python", *sys.argv])
+    report["command"] = command_of(sys.argv[1:])
     plots = asked.folder / "evaluate" / "latest" / "plots"
     pictures = {section: plots / f"positions{'' if section == 'held_out' else '_' + section}.png"
                 for section in report["positions"]}  # fmt: skip

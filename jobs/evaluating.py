@@ -45,9 +45,9 @@ def evaluate_drafters(
     with stage(console, "evaluate", sum(map(len, batches))) as bar:
         _show(bar, found, done)
         if missing:
-            with closing(evaluated(EvaluatorActor, (task,), [packed(batch) for batch in missing], settings)) as tables:
-                for table in tables:
-                    fresh = [PromptResult(**json.loads(text)) for text in table.column("result").to_pylist()]
+            with closing(evaluated(EvaluatorActor, (task,), [packed(batch) for batch in missing], settings)) as rows:
+                for row in rows:
+                    fresh = [PromptResult(**result) for result in json.loads(row["results"])]
                     results.add(fresh)
                     found += fresh
                     done |= {_key(result) for result in fresh}

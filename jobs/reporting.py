@@ -16,7 +16,7 @@ from actors.tracking import Tracker
 from dspark.config import Settings
 from dspark.evaluation.metrics import PromptResult, summarise
 from dspark.evaluation.report import ReportData, write_report
-from dspark.evaluation.summary import SECTIONS
+from dspark.evaluation.summary import SECTIONS, main_results
 from dspark.target import fingerprint, resolve
 from jobs.config import dump_settings
 from jobs.results import RESULTS
@@ -114,7 +114,7 @@ def register_drafter(
     if not settings.tracking.register_model:
         return None
     tags = {key.replace(" ", "_"): value for key, value in facts.items()}
-    for name, summary in summarise(results).items():
+    for name, summary in summarise(main_results(results)).items():
         length = summary["overall"]["acceptance_length"]
         if length is not None:
             tags[f"acceptance_length.{name}"] = f"{length:.4f}"

@@ -1,6 +1,7 @@
 """What the confidence head's numbers are worth: thresholds replayed on recorded rounds, and its reliability.
 
-Pure functions of round records {proposed, accepted, kept, confidences}. Rounds without confidences are left out.
+Pure functions of round records {proposed, accepted, kept, confidences}; confidences are those of all drafted slots.
+Rounds without any are left out.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ Pair = tuple[float, bool]  # prediction, and whether it came true
 
 def confidence_numbers(rounds: Sequence[Record]) -> dict[str, Any] | None:
     """{"thresholds": ..., "slots": ...} of a drafter with a confidence head; None without one."""
-    scored = [record for record in rounds if record["proposed"] and record["confidences"]]
+    scored = [record for record in rounds if record["confidences"]]
     if not scored:
         return None
     return {"thresholds": threshold_sweep(scored), "slots": reliability(scored)}

@@ -29,7 +29,8 @@ def test_a_drafter_in_the_layout_of_an_engine_is_measured_as_the_published_one(
         settings = EvaluateSettings(max_new_tokens=24, threads=torch.get_num_threads())
         task = EvaluationTask(TargetSettings(model=str(tiny_target)), {"it": folder}, settings, 64, None, seed=1)
         prompts = packed([Asked(prompt, [5, 6, 7], 1.0, 1)])
-        (result,) = map(json.loads, EvaluatorActor(task)(prompts)["result"].to_pylist())
+        (row,) = EvaluatorActor(task)(prompts)["results"].to_pylist()
+        (result,) = json.loads(row)
         found.append({key: result[key] for key in ("tokens", "drafted", "rounds")})
     assert found[0] == found[1]
     assert any(found[0]["drafted"])

@@ -35,10 +35,10 @@ def test_a_threshold_verifies_the_confident_prefix_and_keeps_what_was_accepted_i
 
 
 def test_rounds_that_a_policy_cut_are_not_replayed() -> None:
-    cut = round_of([0.9, 0.2], accepted=1, proposed=1)
-    assert threshold_sweep([*ROUNDS, cut]) == []
-    found = confidence_numbers([*ROUNDS, cut])
-    assert found is not None and found["thresholds"] == [] and found["slots"]
+    for cut in (round_of([0.9, 0.2], accepted=1, proposed=1), round_of([0.1, 0.2], accepted=0, proposed=0)):
+        found = confidence_numbers([*ROUNDS, cut])
+        assert found is not None and found["thresholds"] == []
+        assert [row["survival"]["rounds"] for row in found["slots"]] == [3 + cut["proposed"], 3, 3]
 
 
 def test_reliability_counts_reached_slots_for_confidence_and_proposed_ones_for_survival() -> None:
