@@ -197,7 +197,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
     print_comparison(console, report["comparison"])
     for section, curves in report["positions"].items():
         slots = max(map(len, curves.values()))
-        title = f"conditional acceptance by slot, {section.replace('_', '-')} prompts, temperature 0"
+        title = f"conditional acceptance by slot, {section.replace('_', '-')}, temperature 0"
         table = Table("drafter", *(f"slot {k}" for k in range(slots)), title=title, title_justify="left")
         for kind, rates in curves.items():
             table.add_row(kind, *("-" if rate is None else f"{rate:.1%}" for rate in rates))

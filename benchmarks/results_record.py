@@ -40,9 +40,9 @@ def findings(report: dict[str, Any]) -> list[str]:
         scope = scopes.get("all") or next(iter(scopes.values()))
         pair = next(pair for pair in scope["pairs"] if {pair["one"], pair["other"]} == {first, second})
         sign = 1 if pair["other"] == first else -1
-        difference = sign * pair["difference"]
+        difference = sign * pair["difference"] + 0.0  # no minus before a zero
         if pair["within_noise"] is None:
-            verdict = "one prompt alone says nothing about the order"
+            verdict = "one prompt of a domain says nothing about the order"
         elif pair["within_noise"]:
             verdict = "the difference is within noise: this run does not decide the order"
         else:

@@ -35,15 +35,16 @@ def print_comparison(console: Console, comparison: Mapping[str, Mapping[str, Row
     """Acceptance lengths of all drafters with their intervals; a star marks the longest of a row and its equals."""
     table = Table(title="acceptance length on the same prompts", title_justify="left")
     table.add_column("prompts", no_wrap=True)
-    parts = [part for temperatures in comparison.values() for part in temperatures.values()]
-    names = list(next(iter(parts[0]["scopes"].values()))["lengths"])
+    parts = [(origin, part) for origin, temperatures in comparison.items() for part in temperatures.values()]
+    names = list(next(iter(parts[0][1]["scopes"].values()))["lengths"])
     for name in names:
         table.add_column(name, justify="right")
-    for part in parts:
+    for origin, part in parts:
         for scope, found in part["scopes"].items():
             best = best_of(found)
             cells = [_with_interval(found["lengths"][name], name in best) for name in names]
-            table.add_row(f"T={part['temperature']:g}, {scope}", *cells, end_section=scope == "all")
+            table.add_row(f"{origin.replace('_', '-')}, T={part['temperature']:g}, {scope}", *cells)
+        table.add_section()
     console.print(table)
     console.print(f"[dim]interval: {DEFINITIONS['interval']}")
     console.print("[dim]*: the longest of its row, and those that are within noise of it")

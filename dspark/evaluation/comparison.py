@@ -70,7 +70,7 @@ def compare(results: Sequence[PromptResult], seed: int) -> dict[str, Any]:
 
 
 def best_of(scope: Mapping[str, Any]) -> list[str]:
-    """The drafter with the longest acceptance, and those that are within noise of it."""
+    """The drafters with the longest acceptance, and those that are within noise of it."""
     lengths = {name: row["value"] for name, row in scope["lengths"].items() if row["value"] is not None}
     if not lengths:
         return []
@@ -79,7 +79,7 @@ def best_of(scope: Mapping[str, Any]) -> list[str]:
         name for pair in scope["pairs"] if pair["within_noise"] and best in (pair["one"], pair["other"])
         for name in (pair["one"], pair["other"])
     }  # fmt: skip
-    return [name for name in lengths if name == best or name in near]
+    return [name for name, length in lengths.items() if length == lengths[best] or name in near]
 
 
 def _by_domain(results: Sequence[PromptResult]) -> dict[str, list[PromptResult]]:
