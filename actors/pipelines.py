@@ -24,7 +24,7 @@ from actors.responder import AnswerTask, ResponderActor
 from actors.target import ShardActor, TargetActor
 from dspark.answering import PrepareSettings
 from dspark.config import Settings
-from dspark.data.captures import Origin
+from dspark.data.captures import Origin, refuse_fault
 from dspark.data.plan import Plan, windows
 from dspark.data.shards import ShardTask
 from dspark.sections import EvaluateSettings
@@ -39,6 +39,30 @@ def captured_steps(
     because all have equally many rows. `rows` is a reference to the table of token rows, in a list so that Ray passes
     it on unresolved. With `keep`, each window becomes a shard of that cache, with the window's number.
     """
+    return _captured(settings, plan, _windows(settings, plan, covered, first_step), origin, rows, keep)
+
+
+def keep_again(settings: Settings, plan: Plan, lost: Sequence[int], origin: Origin, rows: Any, keep: ShardTask) -> None:
+    """Captures the windows with these numbers only for the cache that has lost them; returns when it has them.
+
+    Raises:
+        InputError: they cannot be written.
+    """
+    every = windows(plan, settings.targets.window_rows, 0)
+    captured = _captured(settings, plan, [(number, every[number]) for number in lost], origin, rows, keep)
+    for table in captured.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+        refuse_fault(table)
+
+
+def _captured(
+    settings: Settings,
+    plan: Plan,
+    numbered: Sequence[tuple[int, range]],
+    origin: Origin,
+    rows: Any,
+    keep: ShardTask | None,
+) -> Dataset:
+    """The captured tables of windows, cut to one rank's share of one step."""
     pool = settings.targets
     parts = [
         pa.table(
@@ -48,7 +72,7 @@ def captured_steps(
                 "window": [number] * len(window),
             }
         )
-        for number, window in _windows(settings, plan, covered, first_step)
+        for number, window in numbered
     ]
     return _cut(
         settings,
@@ -99,7 +123,7 @@ def _cut(settings: Settings, windows_of_rows: list[pa.Table], actor: type, **opt
 def written_shards(
     settings: Settings, task: ShardTask, rows: Any, shards: Mapping[int, Sequence[Sequence[int]]]
 ) -> Generator[dict[str, Any], None, None]:
-    """What came of each shard, in the order in which they finish; `shards` holds the rows of each one's forwards.
+    """What each forward added to its shard, as it is written; `shards` holds the rows of each one's forwards.
 
     Only facts come back: an actor writes its shards itself. `rows` as above.
     """
@@ -116,6 +140,8 @@ def written_shards(
         num_cpus=pool.cpus,
         num_gpus=pool.gpus,
     )
+    # Facts are handed on at once, not when they have become a block of the usual size.
+    written.context.target_max_block_size = 1
     yield from written.iter_rows()
 
 

@@ -5,6 +5,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+
+def _on_a_disk(value: object) -> object:
+    # As a path, `s3://bucket/x` would be the folder `s3:` of the working directory.
+    if isinstance(value, str) and "://" in value:
+        raise ValueError(f"{value!r} is an address, needed is a path on a disk that this machine mounts")
+    return value
+
+
+LocalPath = Annotated[Path, BeforeValidator(_on_a_disk)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -12,6 +21,9 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["fp32", "bf16"]
 # `auto` becomes one of the two before work starts: bf16 where the device multiplies it natively, else fp32.
 AutoPrecision = Literal["auto", "fp32", "bf16"]
+# Those that transformers takes. Its tensor parallelism is no choice: it wants a process per GPU, all in step, where a
+# target actor is one process that is placed, killed and replaced alone.
+DeviceMap = Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, Count | Literal["cpu", "disk"]]
 
 
 # Benchmark -> the domain over whose benchmarks tables average.
@@ -54,6 +66,11 @@ class TargetSettings(Section):
     model: str = Field(description="local folder, hub id, or `smollm2-135m-instruct` (the quickstart's data wheel)")
     revision: str | None = Field(None, description="hub revision; unused for local folders")
     dtype: AutoPrecision = Field("auto", description="compute type of the captured forward; auto: bf16 if native")
+    device_map: DeviceMap | None = Field(
+        None,
+        description="for a target larger than one device: how its layers are dealt to the GPUs of a process, to memory "
+        "and to disk; `auto`, or {module: GPU number, cpu or disk}; null: one device holds all",
+    )
 
 
 class TargetPoolSettings(Section):
@@ -72,8 +89,8 @@ class TargetPoolSettings(Section):
 class DataSettings(Section):
     """Conversations, and how they become token rows."""
 
-    conversations: Path = Field(description="training rows: .jsonl, .json or .parquet, each also as .gz")
-    held_out: Path = Field(description="prompts that training never sees, for `evaluate`")
+    conversations: LocalPath = Field(description="training rows: .jsonl, .json or .parquet, each also as .gz")
+    held_out: LocalPath = Field(description="prompts that training never sees, for `evaluate`")
     source: Literal["live", "cache", "live_and_keep"] = Field(
         "live",
         description="states for training: from target actors, from the cache, or in the first epoch from actors that "
@@ -108,7 +125,9 @@ class EvaluateSettings(Section):
     prompts_t0: Positive = Field(48, description="prompts decoded at temperature 0")
     prompts_t1: Count = Field(12, description="of these, also decoded at `temperature`")
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    benchmarks: Path | None = Field(None, description="folder of NAME.jsonl with `turns`; measured besides held_out")
+    benchmarks: LocalPath | None = Field(
+        None, description="folder of NAME.jsonl with `turns`; measured besides held_out"
+    )
     benchmark_names: Benchmarks = Field(
         (), description="benchmarks to measure, from that folder or else from the hub; empty: all files of the folder"
     )

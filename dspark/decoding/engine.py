@@ -269,6 +269,11 @@ def _proposer(drafter: AnyDrafter, vocabulary: Vocabulary, rows: int) -> Propose
 def _check(target: Target, drafter: AnyDrafter | None, batch: int, max_length: int) -> None:
     if batch < 1 or max_length < 2:
         raise InputError(f"batch={batch} and max_length={max_length}: needed are at least 1 row and 2 tokens")
+    if len(target.computed_on) > 1:
+        raise InputError(
+            f"the target's layers are computed on {', '.join(sorted(target.computed_on))}: decoding keeps its keys and "
+            "values on one device, load the target without target.device_map or with one that names one GPU"
+        )
     limit = target.config.max_position_embeddings
     if max_length > limit:
         raise InputError(f"max_length={max_length} is beyond the target's {limit} positions: lower it")
