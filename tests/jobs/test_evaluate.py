@@ -51,29 +51,49 @@ def test_drafters_are_measured_side_by_side_and_a_killed_run_decodes_only_what_i
     drafters = drafters_of(tmp_path, tiny_target)
     evaluate(load_settings(preset, []), drafters, None, False)
     run = (tmp_path / "runs" / "latest").resolve()
-    first = rows_of(run)
+    first, record = rows_of(run), (run / "run.json").read_text()
+    check_rows(first)
+    check_files(run)
 
+    # Killed: of the file stay its first ten lines and a piece of another one.
+    text = (run / "results.jsonl").read_text().splitlines(keepends=True)
+    (run / "results.jsonl").write_text("".join(text[:10]) + text[10][:50])
+    with pytest.raises(InputError, match=r"evaluate\.max_new_tokens was 8 and is 9 now"):
+        evaluate(load_settings(preset, ["evaluate.max_new_tokens=9"]), drafters, run, False)
+    wider = load_settings(preset, ["evaluate.actors=2", "evaluate.max_actors=3"])
+    evaluate(wider, drafters, run, False)
+    again = rows_of(run)
+    assert [[row[key] for key in MEASURED] for row in again] == [[row[key] for key in MEASURED] for row in first]
+    # What was there whole was not decoded again: its times are the old ones.
+    kept = [old["plain_seconds"] == new["plain_seconds"] for old, new in zip(first, again, strict=True)]
+    assert 0 < sum(kept) <= 10
+    assert (run / "run.json").read_text() == record
+
+
+def check_rows(rows: list[dict[str, Any]]) -> None:
     # 3 held-out prompts, 2 of them sampled as well, 3 questions of two turns; two drafters, two batch sizes.
-    assert len(first) == (3 + 2 + 6) * 2 * 2
-    one = {(row["id"], row["temperature"], row["drafter"]): row for row in first if row["batch"] == 1}
-    two = {(row["id"], row["temperature"], row["drafter"]): row for row in first if row["batch"] == 2}
-    assert {key: row["tokens"] for key, row in one.items()} == {key: row["tokens"] for key, row in two.items()}
-    assert all(row["identical"] for row in first if row["temperature"] == 0)
+    assert len(rows) == (3 + 2 + 6) * 2 * 2
+    one, two = (
+        {(row["id"], row["temperature"], row["drafter"]): row["tokens"] for row in rows if row["batch"] == size}
+        for size in (1, 2)
+    )
+    assert one == two
+    assert all(row["identical"] for row in rows if row["temperature"] == 0)
     # A later turn reads the target's own answer, which is one for both drafters.
-    late = [row for row in first if row["turn"] == 2]
+    late = [row for row in rows if row["turn"] == 2]
     assert len(late) == 12 and all(row["prompt"] == "and then?" for row in late)
     assert len({(row["id"], tuple(row["plain_tokens"])) for row in late}) == 3
-    assert min(row["prompt_tokens"] for row in late) > max(row["prompt_tokens"] for row in first if row["turn"] == 1)
+    assert min(row["prompt_tokens"] for row in late) > max(row["prompt_tokens"] for row in rows if row["turn"] == 1)
 
+
+def check_files(run: Path) -> None:
     result = json.loads((run / "result.json").read_text())
     assert list(result["drafters"]) == ["vanilla", "none"]
     assert result["identical"] == [3, 3]
     scopes = result["comparison"]["benchmarks"]["t0"]["scopes"]
     assert set(scopes) == {"mt-bench", "mean chat"}
-    assert (
-        scopes["mt-bench"]["lengths"]["none"]["value"]
-        == result["drafters"]["none"]["benchmarks"]["t0"]["overall"]["acceptance_length"]
-    )
+    overall = result["drafters"]["none"]["benchmarks"]["t0"]["overall"]
+    assert scopes["mt-bench"]["lengths"]["none"]["value"] == overall["acceptance_length"]
     assert [row["batch"] for row in result["drafters"]["none"]["batches"]] == [1] * 3 + [2] * 3
     assert result["drafters"]["vanilla"]["confidence"]["thresholds"]
     lines = list(csv.DictReader((run / "results.csv").open()))
@@ -85,17 +105,3 @@ def test_drafters_are_measured_side_by_side_and_a_killed_run_decodes_only_what_i
     metrics = client.get_run(record["mlflow_run_id"]).data.metrics
     assert metrics["drafters.none.held_out.t0.overall.acceptance_length"] >= 1
     assert {"report.html", "results.csv"} <= {item.path for item in client.list_artifacts(record["mlflow_run_id"])}
-
-    # Killed: of the file stay its first ten lines and a piece of another one.
-    text = (run / "results.jsonl").read_text().splitlines(keepends=True)
-    (run / "results.jsonl").write_text("".join(text[:10]) + text[10][:50])
-    with pytest.raises(InputError, match=r"evaluate\.max_new_tokens was 8 and is 9 now"):
-        evaluate(load_settings(preset, ["evaluate.max_new_tokens=9"]), drafters, run, False)
-    wider = load_settings(preset, ["evaluate.actors=2", "evaluate.max_actors=3"])
-    evaluate(wider, drafters, run, False)
-    again = rows_of(run)
-    assert [[row[key] for key in MEASURED] for row in again] == [[row[key] for key in MEASURED] for row in first]
-    # What was there whole was not decoded again: its times are the old ones. The tenth line's batch was not whole.
-    kept = [old["plain_seconds"] == new["plain_seconds"] for old, new in zip(first, again, strict=True)]
-    assert 0 < sum(kept) <= 10
-    assert json.loads((run / "run.json").read_text()) == record
