@@ -16,6 +16,7 @@ import torch
 from dspark.data.conversations import Message
 from dspark.data.render import Renderer
 from dspark.decoding.engine import Engine, Generation, Request, Sampling
+from dspark.decoding.policies import choose_policy
 from dspark.errors import InputError
 from dspark.evaluation.benchmarks import EvaluationPrompt
 from dspark.evaluation.metrics import PARTS, PromptResult
@@ -69,6 +70,8 @@ class EvaluatorActor:
         self.batch = 0
         self.plain: Engine | None = None
         self.speculative: dict[str, Engine] = {}
+        evaluate = task.evaluate
+        self.policy = choose_policy(evaluate.policy, evaluate.slots, evaluate.threshold, evaluate.calibration)
 
     def __call__(self, prompts: pa.Table) -> pa.Table:
         asked = [_unpacked(text) for text in prompts.column("asked").to_pylist()]
@@ -89,7 +92,9 @@ class EvaluatorActor:
         length = self.target.config.max_position_embeddings
         self.batch, self.plain, self.speculative = batch, None, {}
         self.plain = Engine(self.target, None, batch, length)
-        self.speculative = {name: Engine(self.target, one, batch, length) for name, one in self.drafters.items()}
+        self.speculative = {
+            name: Engine(self.target, drafter, batch, length, *self.policy) for name, drafter in self.drafters.items()
+        }
         for engine in (self.plain, *self.speculative.values()):
             engine.generate([Request("warm-up", (1, 2, 3), 4, Sampling())])
 
@@ -100,7 +105,7 @@ class EvaluatorActor:
                 one.prompt.id,
                 tuple(one.ids),
                 self.task.evaluate.max_new_tokens,
-                Sampling(temperature=one.temperature, seed=self.task.seed),
+                self._sampling(one.temperature),
             )
             for one in asked
         ]
@@ -143,6 +148,10 @@ class EvaluatorActor:
             for one, prompt in turns
             if prompt is not None
         ]
+
+    def _sampling(self, temperature: float) -> Sampling:
+        evaluate = self.task.evaluate
+        return Sampling(temperature, evaluate.top_k, evaluate.top_p, self.task.seed)
 
     def _text(self, generation: Generation) -> str:
         return str(self.target.tokenizer.decode(list(generation.tokens), skip_special_tokens=True))

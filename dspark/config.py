@@ -13,6 +13,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from dspark.answering import PrepareSettings
 from dspark.caching import CacheSettings
+from dspark.calibrating import CalibrateSettings
 from dspark.kind_keys import named_unused, without_unused
 from dspark.learning import DrafterSettings, Eagle3Settings, LossSettings, TrainSettings
 from dspark.sections import (
@@ -44,6 +45,7 @@ class Settings(Section):
     eagle3: Eagle3Settings = Eagle3Settings()
     train: TrainSettings = TrainSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
+    calibrate: CalibrateSettings = CalibrateSettings()
     tracking: TrackingSettings = TrackingSettings()
     ray: RaySettings = RaySettings()
 

@@ -125,6 +125,16 @@ class EvaluateSettings(Section):
     prompts_t0: Positive = Field(48, description="prompts decoded at temperature 0")
     prompts_t1: Count = Field(12, description="of these, also decoded at `temperature`")
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_k: Count = Field(0, description="likeliest tokens drawn from above temperature 0; 0: all")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="mass of the likeliest tokens drawn from")
+    policy: Literal["fixed", "threshold", "scheduled"] = Field(
+        "fixed", description="how many drafts of a request are verified: `slots`, by confidence, or by step rates"
+    )
+    slots: Positive | None = Field(None, description="policy fixed: drafts per round; null: the drafter's block")
+    threshold: Fraction | None = Field(None, description="policy threshold: least confidence of a verified draft")
+    calibration: LocalPath | None = Field(
+        None, description="JSON file of `dspark calibrate`: temperatures of the confidences, step rates for scheduled"
+    )
     benchmarks: LocalPath | None = Field(
         None, description="folder of NAME.jsonl with `turns`; measured besides held_out"
     )

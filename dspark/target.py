@@ -7,8 +7,9 @@ call, M cached positions, L taps, H hidden width.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,6 +27,7 @@ from dspark.config import Settings
 from dspark.errors import InputError
 from dspark.model.families import embedding_scale, family_of, soft_cap, window
 from dspark.model.vocabulary import Vocabulary
+from dspark.packed import NAME, Packed
 from dspark.sections import TargetSettings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -103,12 +105,16 @@ class Target:
         positions_BQ: Tensor | None = None,
         visible_B1QM: Tensor | None = None,
         cache: Cache | None = None,
+        packed: Packed | None = None,
     ) -> TargetStates:
         """One forward without the head. Without `visible` attention is causal over these positions.
 
         Sliding layers see their window's part of `visible`; M counts positions from 0, or without a cache these tokens.
         Rows of unequal length are padded at the end; states of padding are meaningless and never read by real tokens.
+        With `packed` B = 1, the tokens stand as it says, and rows, positions and what they see come from it.
         """
+        if packed is not None:
+            positions_BQ, visible_B1QM = packed.positions_N[None], packed.visible()
         held: dict[int, Tensor] = {}
         entry = self.vocabulary.embedding_VH.device
         input_ids_BQ = input_ids_BQ.to(entry)
@@ -116,13 +122,15 @@ class Target:
         visible_B1QM = None if visible_B1QM is None else visible_B1QM.to(entry)
         hooks = [self._tap_source(tap).register_forward_hook(_keeper(held, tap)) for tap in set(taps)]
         try:
-            output = self.decoder(
-                input_ids=input_ids_BQ,
-                position_ids=positions_BQ,
-                attention_mask=self._masks(visible_B1QM, positions_BQ, cache),
-                cache=cache,
-                use_cache=cache is not None,
-            )
+            with self._attention(packed):
+                output = self.decoder(
+                    input_ids=input_ids_BQ,
+                    position_ids=positions_BQ,
+                    attention_mask=self._masks(visible_B1QM, packed.positions_RQ if packed else positions_BQ, cache),
+                    cache=cache,
+                    use_cache=cache is not None,
+                    **({"packed": packed} if packed else {}),
+                )
         finally:
             for hook in hooks:
                 hook.remove()
@@ -141,6 +149,17 @@ class Target:
         if getattr(self.config, "layer_types", None) is None:
             return near_B1QM
         return {"full_attention": visible_B1QM, "sliding_attention": near_B1QM}
+
+    @contextmanager
+    def _attention(self, packed: Packed | None) -> Iterator[None]:
+        """The attention of packed rows for the time of a pass; the decoder's layers read its name from its settings."""
+        config, usual = self.decoder.config, self.decoder.config._attn_implementation
+        if packed is not None:
+            config._attn_implementation = NAME
+        try:
+            yield
+        finally:
+            config._attn_implementation = usual
 
     def _tap_source(self, tap: int) -> nn.Module:
         module: nn.Module = self.decoder.embed_tokens if tap == -1 else self.decoder.layers[tap]

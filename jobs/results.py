@@ -35,6 +35,7 @@ def description_of(settings: Settings, drafters: Mapping[str, Path], prompts: Pr
         "data.max_length": settings.data.max_length,
         "thinking": prompt_thinking(settings),
         **dotted({"evaluate": evaluate}),
+        "content of evaluate.calibration": _content(settings.evaluate.calibration),
         **{f"drafter {name}": fingerprint(folder) for name, folder in drafters.items()},
         _PROMPTS: _hash(asked),
     }
@@ -97,6 +98,10 @@ class ResultsFile:
 
     def _lines(self, results: Sequence[PromptResult]) -> str:
         return "".join(json.dumps({"settings": self.mark, **asdict(one)}) + "\n" for one in results)
+
+
+def _content(file: Path | None) -> str | None:
+    return None if file is None else _hash(file.read_text(encoding="utf-8"))
 
 
 def _hash(value: object) -> str:

@@ -224,7 +224,7 @@ class _Run:
         if vocabulary.soft_cap is not None:
             _cap(logits_pV, vocabulary.soft_cap)
         top_p, best_p = logits_pV.max(-1)  # faster than argmax
-        if reduced_pD is None:
+        if reduced_pD is None or vocabulary.kept_D is None:
             return _Teacher(torch.softmax(logits_pV, -1, out=logits_pV), None, best_p)
         torch.index_select(logits_pV, 1, vocabulary.kept_D, out=reduced_pD)
         all_p = logits_pV.sub_(top_p[:, None]).exp_().sum(-1).log() + top_p
