@@ -101,7 +101,14 @@ class ResultsFile:
 
 
 def _content(file: Path | None) -> str | None:
-    return None if file is None else _hash(file.read_text(encoding="utf-8"))
+    if file is None:
+        return None
+    try:
+        return _hash(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            f"evaluate.calibration={file} cannot be read ({error.strerror}): name the file that `dspark calibrate` wrote"
+        ) from error
 
 
 def _hash(value: object) -> str:
