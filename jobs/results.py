@@ -107,7 +107,7 @@ def _content(file: Path | None) -> str | None:
         return _hash(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(
-            f"evaluate.calibration={file} cannot be read ({error.strerror}): name the file that `dspark calibrate` wrote"
+            f"evaluate.calibration={file} cannot be read ({error.strerror}): name a file that `dspark calibrate` wrote"
         ) from error
 
 
