@@ -15,11 +15,11 @@ export DS_ACCELERATOR ?= cpu
 endif
 
 # The target of demo and tests comes with the installation: nothing may wait for a hub.
-demo test test-faults readme curves bench-capture bench-cache: export HF_HUB_OFFLINE := 1
+demo test test-faults readme curves bench-capture bench-cache bench-drafters: export HF_HUB_OFFLINE := 1
 # Without a token, Ray writes none to the user's home. It knows `disabled` and `token`.
 test test-faults: export RAY_AUTH_MODE ?= disabled
 
-.PHONY: help readme record demo bench-capture bench-cache bench-step record-step test test-faults lint quickstart-data \
+.PHONY: help readme record demo bench-capture bench-cache bench-drafters bench-step record-step test test-faults lint quickstart-data \
 	curves pictures reference clean
 .DEFAULT_GOAL := help
 
@@ -74,6 +74,9 @@ bench-capture: $(STAMP) ## tokens per second of a capture beside the target's ba
 
 bench-cache: $(STAMP) ## bytes, speed and memory of the cache of hidden states beside a raw file
 	$(BIN)/python benchmarks/cache.py
+
+bench-drafters: $(STAMP) ## train DSpark, DFlash and EAGLE-3 on the same states and compare them; ARGS=--record writes docs/results.md
+	PYTHONPATH=. $(BIN)/python benchmarks/drafters.py $(ARGS)
 
 pictures: $(STAMP) ## draw the pictures of docs/algorithms.md
 	$(BIN)/python benchmarks/draw_masks.py

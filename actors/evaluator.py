@@ -1,91 +1,153 @@
-"""Speculative decoding of prompts in a Ray process, beside plain decoding of the same prompts by the same target."""
+"""Decoding of prompts in a Ray process: plainly by the target, then with each drafter, on the same prompts.
+
+batch of prompts --plain--> answers --each drafter--> results --prompts with a further turn, behind the answer--> again
+"""
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import torch
 
+from dspark.data.conversations import Message
+from dspark.data.render import Renderer
 from dspark.decoding.engine import Engine, Generation, Request, Sampling
 from dspark.decoding.policies import choose_policy
 from dspark.errors import InputError
-from dspark.evaluation.metrics import PromptResult
+from dspark.evaluation.benchmarks import EvaluationPrompt
+from dspark.evaluation.metrics import PARTS, PromptResult
 from dspark.model.exchange import load_for_target
+from dspark.model.kinds import AnyDrafter
 from dspark.sections import EvaluateSettings, TargetSettings
-from dspark.target import DTYPES, load_target
+from dspark.target import DTYPES, Target, load_target
 
 
 @dataclass(frozen=True)
 class EvaluationTask:
-    """What every evaluator needs: target, drafter folder, settings, and the longest prompt plus answer, in tokens."""
+    """What every evaluator needs: target, folders of the drafters by name, settings, and how prompts are rendered."""
 
     target: TargetSettings
-    drafter: Path
+    drafters: Mapping[str, Path]
     evaluate: EvaluateSettings
-    max_length: int
+    max_length: int  # of a training row: part of the rendering, no limit to prompts
+    thinking: bool | None
     seed: int
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A prompt to decode, as token ids, at one temperature, `batch` of them together."""
+
+    prompt: EvaluationPrompt
+    ids: Sequence[int]
+    temperature: float
+    batch: int
+
+
+class _Decoded(NamedTuple):
+    generations: list[Generation]
+    seconds: dict[str, float]  # PARTS and total, of one prompt
+
+
+def packed(batch: Sequence[Asked]) -> pa.Table:
+    """Prompts on their way to an evaluator, one JSON text each: their parts have no common schema."""
+    return pa.table({"asked": [json.dumps(asdict(one)) for one in batch]})
+
+
 class EvaluatorActor:
-    """One target and one drafter on one device; each call decodes one batch of prompts twice."""
+    """One target and the drafters on one device; each call decodes one batch of prompts, and returns one row."""
 
     def __init__(self, task: EvaluationTask) -> None:
         torch.set_num_threads(task.evaluate.threads)
         self.task = task
         self.target = load_target(task.target.model_copy(update={"dtype": task.evaluate.dtype}))
-        loaded = load_for_target(task.drafter, task.target, self.target.device, DTYPES[task.evaluate.dtype])
-        if loaded.config.vocab != self.target.vocab_size or loaded.config.hidden != self.target.hidden:
-            raise InputError(
-                f"drafter {task.drafter} has vocabulary {loaded.config.vocab} and width {loaded.config.hidden}, its "
-                f"target {self.target.vocab_size} and {self.target.hidden}: they do not belong together"
-            )
+        self.drafters = {name: _drafter(folder, task, self.target) for name, folder in task.drafters.items()}
+        self.renderer = Renderer(self.target.tokenizer, task.max_length, task.thinking)
+        self.batch = 0
+        self.plain: Engine | None = None
+        self.speculative: dict[str, Engine] = {}
         evaluate = task.evaluate
-        policy = choose_policy(evaluate.policy, evaluate.slots, evaluate.threshold, evaluate.calibration)
-        self.plain = Engine(self.target, None, evaluate.batch, task.max_length)
-        self.speculative = Engine(self.target, loaded.drafter, evaluate.batch, task.max_length, *policy)
-        for engine in (self.plain, self.speculative):
-            engine.generate([Request("warm-up", (1, 2, 3), 4, Sampling())])
+        self.policy = choose_policy(evaluate.policy, evaluate.slots, evaluate.threshold, evaluate.calibration)
 
     def __call__(self, prompts: pa.Table) -> pa.Table:
-        rows: list[dict[str, Any]] = prompts.to_pylist()
+        asked = [_unpacked(text) for text in prompts.column("asked").to_pylist()]
+        self._prepare(asked[0].batch)
+        results: list[PromptResult] = []
+        while asked:
+            plain = self._decoded(self.plain, asked)
+            for name, engine in self.speculative.items():
+                drafted = self._decoded(engine, asked)
+                results += self._results(name, asked, plain, drafted)
+            asked = self._following(asked, plain.generations)
+        return pa.table({"results": [json.dumps([asdict(result) for result in results])]})
+
+    def _prepare(self, batch: int) -> None:
+        """Engines for `batch` requests at a time; those of another size go, with their stores."""
+        if batch == self.batch:
+            return
+        length = self.target.config.max_position_embeddings
+        self.batch, self.plain, self.speculative = batch, None, {}
+        self.plain = Engine(self.target, None, batch, length)
+        self.speculative = {
+            name: Engine(self.target, drafter, batch, length, *self.policy) for name, drafter in self.drafters.items()
+        }
+        for engine in (self.plain, *self.speculative.values()):
+            engine.generate([Request("warm-up", (1, 2, 3), 4, Sampling())])
+
+    def _decoded(self, engine: Engine | None, asked: Sequence[Asked]) -> _Decoded:
+        assert engine is not None, "engines are made before they decode"
         requests = [
             Request(
-                row["id"],
-                tuple(row["ids"]),
+                one.prompt.id,
+                tuple(one.ids),
                 self.task.evaluate.max_new_tokens,
-                self._sampling(row["temperature"]),
+                self._sampling(one.temperature),
             )
-            for row in rows
+            for one in asked
         ]
-        before = asdict(self.speculative.seconds)
-        plain, plain_seconds = _timed(lambda: self.plain.generate(requests))
-        drafted, drafted_seconds = _timed(lambda: self.speculative.generate(requests))
-        spent = {name: (value - before[name]) / len(rows) for name, value in asdict(self.speculative.seconds).items()}
-        results = [
+        before, since = asdict(engine.seconds), time.perf_counter()
+        generations = engine.generate(requests)
+        spent = {name: value - before[name] for name, value in asdict(engine.seconds).items()}
+        spent["total"] = time.perf_counter() - since
+        return _Decoded(generations, {name: value / len(asked) for name, value in spent.items()})
+
+    def _results(self, drafter: str, asked: Sequence[Asked], plain: _Decoded, drafted: _Decoded) -> list[PromptResult]:
+        return [
             PromptResult(
-                id=row["id"],
-                domain=row["domain"],
-                temperature=row["temperature"],
-                prompt_tokens=len(row["ids"]),
+                id=one.prompt.id,
+                domain=one.prompt.domain,
+                temperature=one.temperature,
+                prompt_tokens=len(one.ids),
                 tokens=list(speculative.tokens),
                 drafted=list(speculative.drafted),
                 finish=speculative.finish,
-                rounds=[asdict(one) for one in speculative.rounds],
+                rounds=[asdict(record) for record in speculative.rounds],
                 plain_tokens=list(reference.tokens),
                 identical=speculative.tokens == reference.tokens,
-                plain_seconds=plain_seconds / len(rows),
-                speculative_seconds=drafted_seconds / len(rows),
-                seconds=spent,
+                plain_seconds=plain.seconds["total"],
+                speculative_seconds=drafted.seconds["total"],
+                seconds={part: drafted.seconds[part] for part in PARTS},
                 text=self._text(speculative),
-                prompt=row["prompt"],
+                prompt=one.prompt.messages[-1].content,
+                drafter=drafter,
+                batch=one.batch,
+                turn=one.prompt.turn,
             )
-            for row, reference, speculative in zip(rows, plain, drafted, strict=True)
+            for one, reference, speculative in zip(asked, plain.generations, drafted.generations, strict=True)
         ]
-        return pa.table({"result": [json.dumps(asdict(result)) for result in results]})
+
+    def _following(self, asked: Sequence[Asked], answers: Sequence[Generation]) -> list[Asked]:
+        """The next turns, each behind the target's own answer, which is the same for every drafter."""
+        turns = [(one, one.prompt.following(self._text(answer))) for one, answer in zip(asked, answers, strict=True)]
+        return [
+            Asked(prompt, self.renderer.prompt(prompt.messages, prompt.tools), one.temperature, one.batch)
+            for one, prompt in turns
+            if prompt is not None
+        ]
 
     def _sampling(self, temperature: float) -> Sampling:
         evaluate = self.task.evaluate
@@ -95,6 +157,19 @@ class EvaluatorActor:
         return str(self.target.tokenizer.decode(list(generation.tokens), skip_special_tokens=True))
 
 
-def _timed(work: Callable[[], list[Generation]]) -> tuple[list[Generation], float]:
-    since = time.perf_counter()
-    return work(), time.perf_counter() - since
+def _drafter(folder: Path, task: EvaluationTask, target: Target) -> AnyDrafter:
+    loaded = load_for_target(folder, task.target, target.device, DTYPES[task.evaluate.dtype])
+    if loaded.config.vocab != target.vocab_size or loaded.config.hidden != target.hidden:
+        raise InputError(
+            f"drafter {folder} has vocabulary {loaded.config.vocab} and width {loaded.config.hidden}, its target "
+            f"{target.vocab_size} and {target.hidden}: they do not belong together"
+        )
+    return loaded.drafter
+
+
+def _unpacked(text: str) -> Asked:
+    fields: dict[str, Any] = json.loads(text)
+    prompt = fields.pop("prompt")
+    messages = tuple(Message(**message) for message in prompt.pop("messages"))
+    tools, later = (tuple(prompt.pop(name)) for name in ("tools", "later"))
+    return Asked(EvaluationPrompt(messages=messages, tools=tools, later=later, **prompt), **fields)

@@ -12,7 +12,7 @@ and repeats its window.
 Whoever takes results from a generator here closes it, also after an error: Ray Data cannot end it once Ray has gone.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -157,24 +157,35 @@ def evaluated(
     actor: type, arguments: tuple[Any, ...], batches: Sequence[pa.Table], settings: Settings
 ) -> Generator[Any, None, None]:
     """Rows that evaluator actors return for batches of prompts, in the order in which they finish."""
-    yield from _pooled(actor, arguments, batches, settings.evaluate).iter_rows()
+    evaluate = settings.evaluate
+    results = _pooled(actor, arguments, batches, evaluate, evaluate.widest_pool)
+    # A prefetched batch would wait for the next one before it is handed over, and be lost with a killed driver.
+    tables: Iterable[pa.Table] = results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+    for table in tables:
+        yield from table.to_pylist()
 
 
 def answered(task: AnswerTask, conversations: Sequence[pa.Table]) -> Generator[pa.Table, None, None]:
     """Tables of outcomes, one for each of `conversations`, in the order in which they finish."""
-    results = _pooled(ResponderActor, (task,), conversations, task.prepare)
+    results = _pooled(ResponderActor, (task,), conversations, task.prepare, task.prepare.actors)
     yield from results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
 
 
 def _pooled(
-    actor: type, arguments: tuple[Any, ...], tables: Sequence[pa.Table], pool: EvaluateSettings | PrepareSettings
+    actor: type,
+    arguments: tuple[Any, ...],
+    tables: Sequence[pa.Table],
+    pool: EvaluateSettings | PrepareSettings,
+    most: int,
 ) -> Dataset:
+    """What a pool of actors, `most` at its widest and never more than tables, makes of each table."""
+    most = min(most, len(tables))
     return ray.data.from_arrow(list(tables)).map_batches(
         actor,
         fn_constructor_args=arguments,
         batch_size=None,
         batch_format="pyarrow",
-        compute=ActorPoolStrategy(size=min(pool.actors, len(tables))),
+        compute=ActorPoolStrategy(min_size=min(pool.actors, most), max_size=most),
         num_cpus=pool.cpus,
         num_gpus=pool.gpus,
     )

@@ -1,9 +1,9 @@
 """Sections of the settings that say where a run works: target, data, evaluation, tracking, Ray."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 def _on_a_disk(value: object) -> object:
@@ -24,6 +24,36 @@ AutoPrecision = Literal["auto", "fp32", "bf16"]
 # Those that transformers takes. Its tensor parallelism is no choice: it wants a process per GPU, all in step, where a
 # target actor is one process that is placed, killed and replaced alone.
 DeviceMap = Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, Count | Literal["cpu", "disk"]]
+
+
+# Benchmark -> the domain over whose benchmarks tables average.
+BENCHMARKS = {
+    "gsm8k": "math",
+    "math500": "math",
+    "aime25": "math",
+    "humaneval": "code",
+    "mbpp": "code",
+    "livecodebench": "code",
+    "mt-bench": "chat",
+    "alpaca": "chat",
+    "arena-hard-v2": "chat",
+}
+
+
+def _listed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(set(values)) != len(values):
+        raise ValueError(f"{list(values)} names one twice: leave out the second")
+    return values
+
+
+def _benchmark(name: str) -> str:
+    if name not in BENCHMARKS:
+        raise ValueError(f"there is no benchmark {name!r}: choose among {', '.join(BENCHMARKS)}")
+    return name
 
 
 class Section(BaseModel):
@@ -74,15 +104,23 @@ class DataSettings(Section):
     )
 
 
+Batches = Annotated[tuple[Positive, ...], BeforeValidator(_listed), AfterValidator(_distinct), Field(min_length=1)]
+Benchmarks = Annotated[tuple[Annotated[str, AfterValidator(_benchmark)], ...], AfterValidator(_distinct)]
+
+
 class EvaluateSettings(Section):
     """Speculative decoding of held-out prompts against plain decoding of the same target."""
 
-    actors: Positive = 2
+    actors: Positive = Field(2, description="evaluator actors at the start")
+    max_actors: Positive | None = Field(None, description="the pool may grow to this; null: it stays at `actors`")
     threads: Positive = Field(1, description="torch threads per actor")
     cpus: Weight = Field(1, description="logical CPUs that Ray books per actor")
     gpus: Weight = Field(0, description="GPUs that Ray books per actor")
     dtype: Precision = Field("fp32", description="compute type of target and drafter; fp32 must be token-identical")
-    batch: Positive = Field(1, description="requests decoded together")
+    batch: Batches = Field(
+        (1,),
+        description="requests decoded together; of several sizes, such as [1, 8], the first gives the main numbers",
+    )
     max_new_tokens: Positive = 32
     prompts_t0: Positive = Field(48, description="prompts decoded at temperature 0")
     prompts_t1: Count = Field(12, description="of these, also decoded at `temperature`")
@@ -100,7 +138,25 @@ class EvaluateSettings(Section):
     benchmarks: LocalPath | None = Field(
         None, description="folder of NAME.jsonl with `turns`; measured besides held_out"
     )
-    benchmark_prompts: Positive = Field(16, description="prompts taken from each benchmark file")
+    benchmark_names: Benchmarks = Field(
+        (), description="benchmarks to measure, from that folder or else from the hub; empty: all files of the folder"
+    )
+    benchmark_prompts: Positive | None = Field(16, description="prompts taken from each benchmark; null: all")
+    turns: Literal["first", "all"] = Field(
+        "first", description="of benchmarks the first turn, or each later one too, behind the target's own answers"
+    )
+    thinking: bool | None = Field(None, description="`enable_thinking` of the prompts; null: as data.thinking")
+
+    @model_validator(mode="after")
+    def _pool_grows(self) -> Self:
+        if self.max_actors is not None and self.max_actors < self.actors:
+            raise ValueError(f"max_actors={self.max_actors} is below actors={self.actors}: raise it, or leave it out")
+        return self
+
+    @property
+    def widest_pool(self) -> int:
+        """Most evaluators at one time."""
+        return self.max_actors or self.actors
 
 
 class TrackingSettings(Section):

@@ -3,6 +3,7 @@
 A module is imported when its command runs, so that `dspark --help` needs neither torch nor Ray.
 """
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -93,12 +94,28 @@ def train(preset: Preset, overrides: Overrides = None, resume: Resume = None, dr
 
 
 @app.command(cls=PresetCommand)
-def evaluate(preset: Preset, checkpoint: Checkpoint, overrides: Overrides = None, dry_run: DryRun = False) -> None:
-    """Decode held-out prompts with a drafter and without: acceptance, speed and identity."""
-    settings = load_settings(preset, overrides or [])
+def evaluate(
+    preset: Preset,
+    drafters: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DRAFTER... [KEY=VALUE]...",
+            help="Folders of drafters, in any of the layouts of `export`; and settings over the preset's.",
+        ),
+    ],
+    resume: Resume = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Decode prompts with drafters and without: acceptance, speed and identity, side by side."""
+    # What has the form of an override is none of the folders; ./a=b would be one.
+    overrides = [text for text in drafters if re.match(r"[A-Za-z_][\w.]*=", text)]
+    folders = [Path(text) for text in drafters if text not in overrides]
+    settings = load_settings(preset, overrides)
+    if not folders:
+        raise InputError("`dspark evaluate` needs at least one DRAFTER: the folder of a checkpoint, behind the preset")
     from jobs.evaluate import evaluate
 
-    evaluate(settings, checkpoint, dry_run)
+    evaluate(settings, folders, resume, dry_run)
 
 
 @app.command(cls=PresetCommand)

@@ -1,74 +1,130 @@
-"""Acceptance and speed on held-out prompts: evaluator actors decode, the driver collects."""
+"""Acceptance and speed on held-out prompts: evaluator actors decode, the driver collects and writes as results arrive.
+
+prompts -> batches, a pure function of prompts and settings -> evaluator actors -> results.jsonl, a batch at a time
+A run that is resumed decodes the batches that are not in the file whole, and no others.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
-import pyarrow as pa
 from rich.console import Console
 
-from actors.evaluator import EvaluationTask, EvaluatorActor
+from actors.evaluator import Asked, EvaluationTask, EvaluatorActor, packed
 from actors.pipelines import evaluated
 from dspark.config import Settings
 from dspark.errors import InputError
-from dspark.evaluation.benchmarks import is_benchmark
+from dspark.evaluation.benchmarks import conversation_of, is_benchmark
 from dspark.evaluation.metrics import PromptResult, acceptance_length, identical
-from jobs.progress import stage
-from jobs.rows import PromptRows
+from dspark.sections import BENCHMARKS
+from jobs.progress import Stage, stage
+from jobs.results import ResultsFile
+from jobs.rows import PromptRows, prompt_thinking
+
+Key = tuple[str, float, int]  # conversation, temperature, batch size
 
 
-def evaluate_drafter(settings: Settings, drafter: Path, prompts: PromptRows, console: Console) -> list[PromptResult]:
+def evaluate_drafters(
+    settings: Settings, drafters: Mapping[str, Path], prompts: PromptRows, results: ResultsFile, console: Console
+) -> list[PromptResult]:
     """Decodes every prompt at temperature 0 and the first `prompts_t1` held-out ones at `temperature` as well.
 
-    The results are sorted and do not depend on the number of actors.
+    All of it at each batch size, plainly once and then with each of the `drafters`. What `results` holds is not decoded
+    again. The results are sorted and do not depend on the number of actors.
     """
-    evaluate = settings.evaluate
-    requests = _requests(settings, prompts)
-    batches = [pa.Table.from_pylist(batch) for batch in _batches(requests, evaluate.batch)]
-    longest = max(len(ids) for ids in prompts.ids) + evaluate.max_new_tokens
-    task = EvaluationTask(settings.target, drafter, evaluate, longest, settings.seed)
-    results: list[PromptResult] = []
-    with (
-        stage(console, "evaluate", len(requests)) as bar,
-        closing(evaluated(EvaluatorActor, (task,), batches, settings)) as rows,
-    ):
-        for row in rows:
-            results.append(PromptResult(**json.loads(row["result"])))
-            bar.update(len(results), _note(results))
-    return sorted(results, key=lambda result: (result.temperature, result.domain, result.id))
+    batches = planned(settings, prompts)
+    found = _complete(results.read(), batches, list(drafters))
+    results.begin(found)
+    done = {_key(result) for result in found}
+    missing = [batch for batch in batches if _asked_key(batch[0]) not in done]
+    task = EvaluationTask(
+        settings.target, dict(drafters), settings.evaluate, settings.data.max_length, prompt_thinking(settings),
+        settings.seed,
+    )  # fmt: skip
+    with stage(console, "evaluate", sum(map(len, batches))) as bar:
+        _show(bar, found, done)
+        if missing:
+            with closing(evaluated(EvaluatorActor, (task,), [packed(batch) for batch in missing], settings)) as rows:
+                for row in rows:
+                    fresh = [PromptResult(**result) for result in json.loads(row["results"])]
+                    results.add(fresh)
+                    found += fresh
+                    done |= {_key(result) for result in fresh}
+                    _show(bar, found, done)
+    found.sort(key=_place(settings, list(drafters)))
+    results.begin(found)  # in this order, whoever was faster
+    return found
 
 
-def _requests(settings: Settings, prompts: PromptRows) -> list[dict[str, object]]:
+def _place(settings: Settings, drafters: Sequence[str]) -> Callable[[PromptResult], tuple[object, ...]]:
+    """Where a result stands among the others: batch sizes and drafters as given, benchmarks as tables list them."""
+    sizes, benchmarks = settings.evaluate.batch, list(BENCHMARKS)
+
+    def place(one: PromptResult) -> tuple[object, ...]:
+        domain = benchmarks.index(one.domain) if one.domain in benchmarks else -1
+        return one.temperature, sizes.index(one.batch), drafters.index(one.drafter), domain, one.domain, one.id
+
+    return place
+
+
+def planned(settings: Settings, prompts: PromptRows) -> list[list[Asked]]:
+    """The batches, at every batch size: prompts of one temperature and domain, since they share a batch's seconds."""
+    return [batch for size in settings.evaluate.batch for batch in _batches(_asked(settings, prompts, size), size)]
+
+
+def _asked(settings: Settings, prompts: PromptRows, size: int) -> list[Asked]:
     evaluate = settings.evaluate
-    rows = [
-        {
-            "id": prompt.id,
-            "domain": prompt.domain,
-            "prompt": prompt.messages[-1].content,
-            "ids": ids,
-            "temperature": 0.0,
-        }
-        for prompt, ids in zip(prompts.prompts, prompts.ids, strict=True)
-    ]
-    held_out = [row for row in rows if not is_benchmark(str(row["id"]), str(row["domain"]))]
-    benchmarks = [row for row in rows if row not in held_out]
-    warm = [{**row, "temperature": evaluate.temperature} for row in held_out[: evaluate.prompts_t1]]
+    rows = [Asked(prompt, ids, 0.0, size) for prompt, ids in zip(prompts.prompts, prompts.ids, strict=True)]
+    held_out = [row for row in rows if not is_benchmark(row.prompt.id, row.prompt.domain)]
+    benchmarks = [row for row in rows if is_benchmark(row.prompt.id, row.prompt.domain)]
+    warm = [Asked(row.prompt, row.ids, evaluate.temperature, size) for row in held_out[: evaluate.prompts_t1]]
     return held_out[: evaluate.prompts_t0] + warm + benchmarks
 
 
-def _batches(requests: Sequence[dict[str, object]], size: int) -> list[list[dict[str, object]]]:
-    """Requests of one temperature and domain together, since a batch's seconds are shared by its rows."""
-    groups: dict[tuple[object, object], list[dict[str, object]]] = {}
-    for request in requests:
-        groups.setdefault((request["temperature"], request["domain"]), []).append(request)
+def _batches(rows: Sequence[Asked], size: int) -> list[list[Asked]]:
+    groups: dict[tuple[float, str], list[Asked]] = {}
+    for row in rows:
+        groups.setdefault((row.temperature, row.prompt.domain), []).append(row)
     return [group[at : at + size] for group in groups.values() for at in range(0, len(group), size)]
 
 
-def _note(results: Sequence[PromptResult]) -> str:
-    rounds = [one for result in results for one in result.rounds]
-    length = acceptance_length(rounds)
-    return "" if length is None else f"acceptance length {length:.3f}"
+def _complete(
+    found: Sequence[PromptResult], batches: Sequence[Sequence[Asked]], drafters: Sequence[str]
+) -> list[PromptResult]:
+    """Of results on disk, those of batches that are there whole: every prompt and turn, with every drafter."""
+    held = {(_key(result), result.turn, result.drafter) for result in found}
+    whole: set[Key] = set()
+    for batch in batches:
+        wanted = {
+            (_asked_key(one), turn, name)
+            for one in batch
+            for turn in range(1, len(one.prompt.later) + 2)
+            for name in drafters
+        }
+        if wanted <= held:
+            whole |= {_asked_key(one) for one in batch}
+    return [result for result in found if _key(result) in whole]
+
+
+def _key(result: PromptResult) -> Key:
+    return conversation_of(result.id, result.turn), result.temperature, result.batch
+
+
+def _asked_key(asked: Asked) -> Key:
+    return asked.prompt.id, asked.temperature, asked.batch
+
+
+def _show(bar: Stage, results: Sequence[PromptResult], done: set[Key]) -> None:
+    by_drafter: dict[str, list[PromptResult]] = {}
+    for result in results:
+        by_drafter.setdefault(result.drafter, []).append(result)
+    lengths = [
+        f"{name} {length:.3f}" if len(by_drafter) > 1 else f"{length:.3f}"
+        for name, chosen in by_drafter.items()
+        if (length := acceptance_length([one for result in chosen for one in result.rounds])) is not None
+    ]
+    bar.update(len(done), f"acceptance length {', '.join(lengths)}" if lengths else "")
 
 
 def check_identical(settings: Settings, results: Sequence[PromptResult]) -> None:
@@ -80,8 +136,9 @@ def check_identical(settings: Settings, results: Sequence[PromptResult]) -> None
     counts = identical(results)
     if settings.evaluate.dtype != "fp32" or counts is None or counts[0] == counts[1]:
         return
-    wrong = [result.id for result in results if result.temperature == 0 and not result.identical]
+    wrong = [result for result in results if result.temperature == 0 and not result.identical]
     raise InputError(
-        f"only {counts[0]} of {counts[1]} outputs at temperature 0 equal plain decoding in fp32 (first: {wrong[0]}): "
-        "the drafter was not verified correctly, or two tokens tie within rounding; see the prompt in results.jsonl"
+        f"only {counts[0]} of {counts[1]} outputs at temperature 0 equal plain decoding in fp32 (first: {wrong[0].id} "
+        f"with {wrong[0].drafter}): the drafter was not verified correctly, or two tokens tie within rounding; see the "
+        "prompt in results.jsonl"
     )

@@ -67,7 +67,7 @@ def needs_of(settings: Settings, rows: Rows) -> Needs:
         target_memory=actors * (target * SIZES[settings.target.dtype] + capture + PROCESS_BYTES),
         rank=rank,
         trainer_memory=train.workers * host,
-        evaluator_memory=settings.evaluate.actors
+        evaluator_memory=settings.evaluate.widest_pool
         * ((target + drafter) * SIZES[settings.evaluate.dtype] + PROCESS_BYTES),
         object_store=settings.ray.object_store_mb * 2**20,
         disk=(train.keep_checkpoints + 1) * state + 2 * export,

@@ -1,28 +1,33 @@
 """What a run leaves behind for people: results, report, numbers, MLflow artifacts and a registered model version."""
 
+import csv
 import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from actors.tracking import Tracker
 from dspark.config import Settings
-from dspark.evaluation.metrics import DEFINITIONS, PromptResult, summarise
+from dspark.evaluation.metrics import PromptResult, summarise
 from dspark.evaluation.report import ReportData, write_report
+from dspark.evaluation.summary import SECTIONS, main_results
 from dspark.target import fingerprint, resolve
 from jobs.config import dump_settings
+from jobs.results import RESULTS
 from jobs.rows import Rows
 
-RESULT, RESULTS = "result.json", "results.jsonl"
+RESULT, TABLE = "result.json", "results.csv"
+# Numbers of a domain in the table for spreadsheets; lists and pairs stay in `result.json`.
+_COLUMNS = (
+    "prompts", "rounds", "tokens", "plain_tokens", "acceptance_length", "published_length", "verify_rate",
+    "accepted_per_proposed", "speedup",
+)  # fmt: skip
 
 
 def write_results(
@@ -34,10 +39,14 @@ def write_results(
     result: Mapping[str, Any],
     facts: Mapping[str, str],
 ) -> Path:
-    """Writes `results.jsonl` (one prompt a line), `result.json` and the report; returns the report's path."""
-    (folder / RESULTS).write_text("".join(json.dumps(asdict(one)) + "\n" for one in results))
+    """Writes `result.json`, `results.csv` and the report beside `results.jsonl`; returns the report's path."""
     command = " ".join(["dspark", *sys.argv[1:]])
     (folder / RESULT).write_text(json.dumps({**result, "command": command}, indent=1) + "\n")
+    with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("drafter", "section", "temperature", "domain", *_COLUMNS, "plain_tokens_per_second",
+                         "speculative_tokens_per_second"))  # fmt: skip
+        writer.writerows(_lines(result))
     return write_report(
         folder,
         ReportData(
@@ -51,6 +60,19 @@ def write_results(
             commands=[command],
         ),
     )
+
+
+def _lines(result: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """One line for each drafter, temperature and domain, means over benchmarks and totals included."""
+    for name, drafter in result["drafters"].items():
+        for section in SECTIONS:
+            for part in drafter[section].values():
+                means = {f"mean {group}": row for group, row in part["by_group"].items()}
+                for domain, row in {**part["by_domain"], **means, "all": part["overall"]}.items():
+                    speed = row.get("tokens_per_second", {})
+                    values = [row.get(column) for column in _COLUMNS]
+                    yield [name, section, part["temperature"], domain, *values, speed.get("plain"),
+                           speed.get("speculative")]  # fmt: skip
 
 
 def target_facts(settings: Settings) -> dict[str, str]:
@@ -92,7 +114,7 @@ def register_drafter(
     if not settings.tracking.register_model:
         return None
     tags = {key.replace(" ", "_"): value for key, value in facts.items()}
-    for name, summary in summarise(results).items():
+    for name, summary in summarise(main_results(results)).items():
         length = summary["overall"]["acceptance_length"]
         if length is not None:
             tags[f"acceptance_length.{name}"] = f"{length:.4f}"
@@ -103,15 +125,21 @@ def track_results(tracker: Tracker, folder: Path, result: Mapping[str, Any], rep
     """Final numbers as metrics, and everything readable as artifacts."""
     numbers = {name: value for name, value in _numbers(result).items() if name != "model_version"}
     tracker.records([{"step": step, **numbers}])
-    for path in (folder / "settings.yaml", folder / RESULT, folder / RESULTS, report):
+    for path in (folder / "settings.yaml", folder / RESULT, folder / RESULTS, folder / TABLE, report):
         tracker.artifact(path)
     if (folder / "plots").is_dir():
         tracker.artifact(folder / "plots", "plots")
 
 
+# For pictures; as metrics they would bury the others.
+_NO_METRICS = ("bins", "thresholds")
+
+
 def _numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     flat: dict[str, float] = {}
     for key, value in values.items():
+        if key in _NO_METRICS:
+            continue
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             flat |= _numbers(value, f"{name}.")
@@ -120,33 +148,3 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             flat[name] = float(value)
     return flat
-
-
-def print_results(console: Console, result: Mapping[str, Any]) -> None:
-    """The table at the end of a run, with the definition of its main number under it."""
-    table = Table(title="speculative decoding against plain decoding of the same target", title_justify="left")
-    table.add_column("prompts", no_wrap=True)
-    for column in ("n", "acceptance length", "accepted", "plain tok/s", "spec. tok/s", "speed-up"):
-        table.add_column(column, justify="right")
-    for part in (result["held_out"], result["benchmarks"]):
-        for summary in part.values():
-            name = f"T={summary['temperature']:g}"
-            for domain, row in summary["by_domain"].items():
-                table.add_row(f"{name}, {domain}", *_cells(row))
-            table.add_row(f"{name}, all", *_cells(summary["overall"]), style="bold", end_section=True)
-    console.print(table)
-    console.print(f"[dim]acceptance length: {DEFINITIONS['acceptance_length']}")
-    if result["identical"] is not None:
-        console.print("identical to plain decoding at temperature 0: {} of {}".format(*result["identical"]))
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    values = (
-        (row["prompts"], "d"),
-        (row["acceptance_length"], ".3f"),
-        (row["accepted_per_proposed"], ".1%"),
-        (row["tokens_per_second"]["plain"], ".1f"),
-        (row["tokens_per_second"]["speculative"], ".1f"),
-        (row["speedup"], ".2f"),
-    )
-    return ["-" if value is None else format(value, form) for value, form in values]

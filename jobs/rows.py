@@ -141,12 +141,18 @@ def held_by_cache(
     return replace(rendered, samples=samples), unusable
 
 
+def prompt_thinking(settings: Settings) -> bool | None:
+    """`enable_thinking` of the prompts that drafters are measured on."""
+    asked = settings.evaluate.thinking
+    return settings.data.thinking if asked is None else asked
+
+
 def prepare_prompts(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> PromptRows:
-    """Held-out prompts, and those of the benchmark folder if one is set.
+    """Held-out prompts, and those of the benchmarks that are asked for.
 
     Raises:
-        InputError: unreadable files, fewer held-out prompts than the settings ask for, or a target that evaluators
-            cannot decode with.
+        InputError: unreadable files, fewer held-out prompts than the settings ask for, a prompt that is too long, or a
+            target that evaluators cannot decode with.
     """
     evaluate, data = settings.evaluate, settings.data
     check_one_device(settings.target, evaluate.gpus, "evaluate.gpus")
@@ -158,8 +164,23 @@ def prepare_prompts(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> P
             f"{data.held_out} has {len(prompts)} usable prompts, evaluate asks for {wanted}: lower evaluate.prompts_t0 "
             "and evaluate.prompts_t1, or add prompts"
         )
-    if evaluate.benchmarks is not None:
-        prompts = prompts + benchmark_prompts(evaluate.benchmarks, evaluate.benchmark_prompts)
-    renderer = Renderer(tokenizer, data.max_length, data.thinking)
-    check_prepared(data.held_out, renderer, fingerprint(resolve(settings.target)))
-    return PromptRows(prompts, [renderer.prompt(prompt.messages, prompt.tools) for prompt in prompts])
+    if evaluate.benchmarks is not None or evaluate.benchmark_names:
+        prompts = prompts + benchmark_prompts(
+            evaluate.benchmarks, evaluate.benchmark_names, evaluate.benchmark_prompts, evaluate.turns == "all"
+        )
+    trained = Renderer(tokenizer, data.max_length, data.thinking)
+    check_prepared(data.held_out, trained, fingerprint(resolve(settings.target)))
+    renderer = Renderer(tokenizer, data.max_length, prompt_thinking(settings))
+    ids = [renderer.prompt(prompt.messages, prompt.tools) for prompt in prompts]
+    _check_room(settings, prompts, ids)
+    return PromptRows(prompts, ids)
+
+
+def _check_room(settings: Settings, prompts: Sequence[EvaluationPrompt], ids: Sequence[Sequence[int]]) -> None:
+    limit, answer = load_config(settings.target).max_position_embeddings, settings.evaluate.max_new_tokens
+    longest = max(range(len(ids)), key=lambda place: len(ids[place]))
+    if len(ids[longest]) + answer > limit:
+        raise InputError(
+            f"prompt {prompts[longest].id} has {len(ids[longest])} tokens, with evaluate.max_new_tokens={answer} more "
+            f"than the {limit} positions of the target: lower evaluate.max_new_tokens, or leave such prompts out"
+        )

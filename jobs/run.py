@@ -9,16 +9,18 @@ from pathlib import Path
 from rich.console import Console
 
 from dspark.config import Settings
-from dspark.evaluation.report import result_json
+from dspark.evaluation.summary import result_json
 from dspark.target import load_tokenizer, settled
 from jobs.config import check_files
-from jobs.evaluating import check_identical, evaluate_drafter
+from jobs.evaluating import check_identical, evaluate_drafters
 from jobs.experiment import Experiment, open_experiment
 from jobs.fitting import fit_drafter
 from jobs.preflight import check_machine, print_plan
-from jobs.reporting import print_results, register_drafter, run_facts, track_results, write_results
+from jobs.reporting import register_drafter, run_facts, track_results, write_results
+from jobs.results import ResultsFile, description_of
 from jobs.rows import PromptRows, Rows, prepare_prompts, prepare_rows
 from jobs.session import ray_session
+from jobs.tables import print_results
 
 
 def run(settings: Settings, resume: Path | None, dry_run: bool) -> None:
@@ -50,7 +52,9 @@ def _run(experiment: Experiment, rows: Rows, prompts: PromptRows, console: Conso
         prepared = time.perf_counter()
         fitted = fit_drafter(experiment, rows, console)
         trained = time.perf_counter()
-        results = evaluate_drafter(settings, experiment.drafter, prompts, console)
+        drafters = {"drafter": experiment.drafter}
+        file = ResultsFile(folder, description_of(settings, drafters, prompts))
+        results = evaluate_drafters(settings, drafters, prompts, file, console)
     ended = time.perf_counter()
     seconds = {
         "prepare": prepared - started,
@@ -61,7 +65,7 @@ def _run(experiment: Experiment, rows: Rows, prompts: PromptRows, console: Conso
     facts = run_facts(settings, rows)
     tokenizer = load_tokenizer(settings.target)
     version = register_drafter(tracker, settings, experiment.drafter, results, facts)
-    result = result_json(results, seconds, fitted.steps, version, fitted.history)
+    result = result_json(results, seconds, fitted.steps, version, fitted.history, settings.seed)
     report = write_results(folder, settings, tokenizer, results, fitted.history, result, facts)
     track_results(tracker, folder, result, report, fitted.steps)
     print_results(console, result)

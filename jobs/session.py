@@ -21,14 +21,14 @@ def needed_cpus(settings: Settings) -> float:
     train, evaluate = settings.train, settings.evaluate
     readers = 0 if settings.data.source == "live" else settings.cache.readers
     training = train.workers * train.cpus + target_actors(settings) * settings.targets.cpus + readers
-    return max(training, evaluate.actors * evaluate.cpus) + _DATA_CPUS
+    return max(training, evaluate.widest_pool * evaluate.cpus) + _DATA_CPUS
 
 
 def needed_gpus(settings: Settings) -> float:
     """GPUs that the job books at its widest."""
     train, evaluate = settings.train, settings.evaluate
     training = train.workers * train.gpus + target_actors(settings) * settings.targets.gpus
-    return max(training, evaluate.actors * evaluate.gpus)
+    return max(training, evaluate.widest_pool * evaluate.gpus)
 
 
 def target_actors(settings: Settings) -> int:

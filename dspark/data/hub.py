@@ -13,20 +13,27 @@ def hub_rows(name: str, subset: str | None, split: str) -> Iterator[tuple[int, A
     Raises:
         InputError: the package is not installed, or there is no such dataset, subset or split.
     """
+    asked = f"prepare.source={name!r} with prepare.subset={subset!r}, prepare.split={split!r}"
+    return streamed(asked, "correct them, or give the path of a file", name, subset, split=split)
+
+
+def streamed(asked: str, remedy: str, *names: str | None, **options: Any) -> Iterator[tuple[int, Any]]:
+    """Numbered raw rows of `datasets.load_dataset(*names, **options)`; errors name what was `asked` and the `remedy`.
+
+    Raises:
+        InputError: as `hub_rows`.
+    """
     try:
         import datasets
     except ImportError:
         raise InputError(
-            f"prepare.source={name!r} is neither a file nor a folder, and a dataset on the hub needs the package "
-            "`datasets`, which is not installed: run `pip install datasets`, or give the path of a file"
+            f"{asked}: a dataset on the hub needs the package `datasets`, which is not installed: run "
+            f"`pip install datasets`; or {remedy}"
         ) from None
-    asked = f"prepare.source={name!r} with prepare.subset={subset!r}, prepare.split={split!r}"
     try:
-        rows = datasets.load_dataset(name, subset, split=split, streaming=True)
+        rows = datasets.load_dataset(*names, **options, streaming=True)
     except Exception as error:  # the package raises whatever its many back ends raise
-        raise InputError(
-            f"{asked} could not be opened on the hub: {_first_line(error)}; correct them, or give the path of a file"
-        ) from error
+        raise InputError(f"{asked} could not be opened on the hub: {_first_line(error)}; {remedy}") from error
     return _numbered(rows, asked)
 
 

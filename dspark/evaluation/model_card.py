@@ -12,7 +12,7 @@ from typing import Any, Literal
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from dspark.evaluation.metrics import DEFINITIONS
+from dspark.evaluation.definitions import DEFINITIONS
 from dspark.model.config import Eagle3Config
 from dspark.model.kinds import AnyConfig
 

@@ -59,7 +59,7 @@ def tau_curves(history: History, theme: Theme) -> bytes:
 
 
 def slot_curves(rates: Mapping[str, Sequence[float | None]], label: str, theme: Theme) -> bytes:
-    """Share of accepted tokens over the slots of a block, one line per domain."""
+    """Share of accepted tokens over the slots of a block, one line per domain or drafter."""
     figure, axes = _figure(theme)
     for i, (domain, shares) in enumerate(rates.items()):
         slots = [k for k, share in enumerate(shares) if share is not None]
@@ -74,6 +74,40 @@ def slot_curves(rates: Mapping[str, Sequence[float | None]], label: str, theme: 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("slot k of the block")
     axes.set_ylabel(label)
+    _legend(axes, theme)
+    return _png(figure)
+
+
+def threshold_curves(sweep: Sequence[Mapping[str, float]], theme: Theme) -> bytes:
+    """Tokens kept and verified per round over the confidence threshold."""
+    figure, axes = _figure(theme)
+    thresholds = [row["threshold"] for row in sweep]
+    for i, (key, label) in enumerate((("verified", "verified"), ("kept", "kept"))):
+        axes.plot(
+            thresholds, [row[key] for row in sweep], label=label, color=_colour(theme, i), marker=MARKERS[i],
+            markersize=5, linewidth=2,
+        )  # fmt: skip
+    axes.set_ylim(0, 1.05 * max(row["verified"] for row in sweep))
+    axes.set_xlabel("confidence threshold")
+    axes.set_ylabel("tokens per round")
+    _legend(axes, theme)
+    return _png(figure)
+
+
+def reliability_curves(bins: Mapping[str, Sequence[Mapping[str, float]]], label: str, theme: Theme) -> bytes:
+    """Accepted share over the mean prediction of each bin, one line per slot; larger marks stand for more rounds."""
+    figure, axes = _figure(theme)
+    axes.plot((0, 1), (0, 1), color=theme.muted, linewidth=1, linestyle=(0, (4, 3)))
+    most = max((one["rounds"] for rows in bins.values() for one in rows), default=1)
+    for i, (name, rows) in enumerate(bins.items()):
+        predicted, accepted = ([one[key] for one in rows] for key in ("predicted", "accepted"))
+        axes.plot(predicted, accepted, color=_colour(theme, i), linewidth=1.2, label=name)
+        sizes = [10 + 90 * one["rounds"] / most for one in rows]
+        axes.scatter(predicted, accepted, sizes, color=_colour(theme, i), marker=MARKERS[i % len(MARKERS)])
+    axes.set_xlim(-0.02, 1.02)
+    axes.set_ylim(-0.02, 1.02)
+    axes.set_xlabel(f"predicted {label}")
+    axes.set_ylabel("accepted")
     _legend(axes, theme)
     return _png(figure)
 

@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
-import pyarrow as pa
 import torch
 
-from actors.evaluator import EvaluationTask, EvaluatorActor
+from actors.evaluator import Asked, EvaluationTask, EvaluatorActor, packed
+from dspark.data.conversations import Message
+from dspark.evaluation.benchmarks import EvaluationPrompt
 from dspark.model.checkpoints import save_drafter
 from dspark.sections import EvaluateSettings, TargetSettings
 from dspark.target import load_target
@@ -22,12 +23,14 @@ def test_a_drafter_in_the_layout_of_an_engine_is_measured_as_the_published_one(
     made = random_drafter(target, "vanilla", (0, 2), MASK_ID)
     state = made.state_dict()
     save_drafter(tmp_path / "source", state, made.config, target.vocabulary, TARGET, 8, torch.float32, {})
-    prompts = pa.Table.from_pylist([{"id": "a", "domain": "chat", "temperature": 1.0, "ids": [5, 6, 7], "prompt": "x"}])
+    prompt = EvaluationPrompt("a", "chat", (Message("user", "x"),))
     found = []
     for folder in (tmp_path / "source", convert(tmp_path / "source", tmp_path / "out", "specforge")):
         settings = EvaluateSettings(max_new_tokens=24, threads=torch.get_num_threads())
-        task = EvaluationTask(TargetSettings(model=str(tiny_target)), folder, settings, 64, seed=1)
-        (result,) = map(json.loads, EvaluatorActor(task)(prompts)["result"].to_pylist())
+        task = EvaluationTask(TargetSettings(model=str(tiny_target)), {"it": folder}, settings, 64, None, seed=1)
+        prompts = packed([Asked(prompt, [5, 6, 7], 1.0, 1)])
+        (row,) = EvaluatorActor(task)(prompts)["results"].to_pylist()
+        (result,) = json.loads(row)
         found.append({key: result[key] for key in ("tokens", "drafted", "rounds")})
     assert found[0] == found[1]
     assert any(found[0]["drafted"])

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from dspark.errors import InputError
 from jobs import cli
+from tests.conftest import tiny_preset
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
@@ -95,6 +96,20 @@ def test_overrides_and_options_may_come_in_any_order(
     message = capsys.readouterr().err
     assert "loss.x1: unknown key" in message
     assert 'seed: found "a"' in message
+
+
+def test_drafters_to_evaluate_and_overrides_may_come_in_any_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr("jobs.evaluate.evaluate", lambda *arguments: given.extend(arguments))
+    preset = str(tiny_preset(tmp_path, tiny_target))
+    assert exit_code(monkeypatch, "evaluate", preset, "runs/a", "evaluate.batch=[1, 8]", "./b=c", "--resume", "r") == 0
+    settings, folders, resume, dry_run = given
+    assert settings.evaluate.batch == (1, 8)
+    assert (folders, resume, dry_run) == ([Path("runs/a"), Path("b=c")], Path("r"), False)
+    assert exit_code(monkeypatch, "evaluate", preset, "seed=1") == 2
+    assert "needs at least one DRAFTER" in capsys.readouterr().err
 
 
 def test_an_option_that_is_not_there_exits_2(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_a_drafter_is_trained_evaluated_and_answers(
     assert isinstance(config, Eagle3Config)
     assert (config.block, config.ttt_length, config.draft_vocab) == (3, 4, 200)
 
-    evaluate(settings, latest / "drafter", False)
+    evaluate(settings, [latest / "drafter"], None, False)
     again = json.loads((tmp_path / "runs" / "latest" / "result.json").read_text())
     assert again["identical"] == [4, 4]
 

@@ -72,19 +72,6 @@ def test_the_run_is_tracked_and_its_drafter_registered(finished: tuple[Path, str
     )
 
 
-def test_the_drafter_can_be_evaluated_again_by_any_number_of_actors(finished: tuple[Path, str, Path]) -> None:
-    output, _, preset = finished
-    first = (output / "latest").resolve()
-    done = dspark("evaluate", str(preset), str(first / "drafter"), "evaluate.actors=2", "evaluate.batch=2")
-    assert done.returncode == 0, done.stderr[-3000:]
-    again = Path(done.stdout.strip().splitlines()[-1]).parent
-    tokens = [
-        {(row["id"], row["temperature"]): row["tokens"] for row in map(json.loads, path.read_text().splitlines())}
-        for path in (first / "results.jsonl", again / "results.jsonl")
-    ]
-    assert tokens[0] == tokens[1]
-
-
 def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path, tiny_target: Path) -> None:
     preset = tiny_preset(tmp_path, tiny_target)
     before = sorted(tmp_path.rglob("*"))
@@ -110,6 +97,10 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path, tiny_targ
         (["train.anchors=many"], "train.anchors"),
         (["train.global_batch=3", "train.workers=2"], "global_batch"),
         (["evaluate.prompts_t0=99"], "prompts_t0"),
+        (["evaluate.max_new_tokens=600"], "more than the 512 positions of the target"),
+        (["evaluate.actors=2", "evaluate.max_actors=1"], "max_actors=1 is below actors=2"),
+        (["evaluate.benchmark_names=[gsm9k]"], "there is no benchmark 'gsm9k'"),
+        (["evaluate.batch=[2, 2]"], "names one twice"),
         (["target.model=/nowhere"], "/nowhere"),
         (["train.anchors=100000000"], "lower train.anchors"),
         (["output=/proc/nowhere"], "output"),

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dspark.evaluation.definitions import DEFINITIONS
 from dspark.evaluation.metrics import (
-    DEFINITIONS,
     PromptResult,
     accept_by_slot,
     accept_by_slot_conditional,

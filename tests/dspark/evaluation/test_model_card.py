@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from dspark.evaluation.metrics import DEFINITIONS, PromptResult
+from dspark.evaluation.definitions import DEFINITIONS
+from dspark.evaluation.metrics import PromptResult
 from dspark.evaluation.model_card import CardData, Licences, model_card
-from dspark.evaluation.report import result_json
+from dspark.evaluation.summary import result_json
 from tests.dspark.small import SMALL_EAGLE3, small_config
 
 FACTS = {
