@@ -1,6 +1,6 @@
 """One trainer rank inside a Ray Train worker.
 
-    captured block (this rank's share of a step) -> anchors, blocks and micro-batches, while earlier steps are made
+    captured rows (this rank's share of a step) -> anchors, blocks and micro-batches, while earlier steps are made
       -> one all-reduce of the weights -> micro-batches: forward, backward -> optimizer step
       -> every `log_every`: one all-reduce of metrics, one record
 
@@ -10,10 +10,11 @@ nothing here waits for the device; DeepSpeed does in its optimizer step, for the
 
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 
 import deepspeed
 import pyarrow as pa
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from actors.checkpoints import restore, save
+from actors.placement import TargetWatch, attended
 from actors.task import TrainTask
 from actors.zero import backward_scale, make_engine, take_step
 from dspark.config import Settings
@@ -142,16 +144,24 @@ def captured_tables(
     remaining = windows(plan, task.settings.targets.window_rows, start * plan.global_batch)
     first = remaining[0].start // plan.global_batch if remaining else plan.steps
     share = task.settings.train.share
-    tables = chain.from_iterable(
-        stream.iter_batches(batch_size=share, batch_format="pyarrow", prefetch_batches=1) for stream in streams
-    )
+    # Blocks as they come, a row each: together they are a table without a copy.
+    rows = chain.from_iterable(map(partial(_rows, task), task.streams, streams))
     for step in range(first, plan.steps):
-        table = next(tables, None)
-        if table is None:
+        found = list(islice(rows, share))
+        if len(found) < share:
             raise RuntimeError(f"the stream of captured rows ended at step {step} of {plan.steps}")
         if step >= start:
+            table = pa.concat_tables(found)
             _check_rows(task, step, table)
             yield step, table
+        del found  # or the rows of a step would stay while the next one's are waited for
+
+
+def _rows(task: TrainTask, name: str, stream: ray.data.DataIterator) -> Iterator[pa.Table]:
+    """This rank's rows of one stream, a table each."""
+    rows = stream.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+    from_targets = task.settings.data.source != "cache" and name != "later"
+    return attended(rows, TargetWatch(task.settings)) if from_targets else iter(rows)
 
 
 def _check_rows(task: TrainTask, step: int, table: pa.Table) -> None:

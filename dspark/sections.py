@@ -89,3 +89,9 @@ class RaySettings(Section):
     address: str = Field("local", description="`local` starts one for this job; `auto` or host:port joins a cluster")
     dashboard_port: Positive | None = Field(None, description="serve Ray's dashboard on this loopback port")
     object_store_mb: Positive = Field(1024, description="object store of a local Ray, in MB")
+    target_labels: dict[str, str] = Field(
+        default_factory=dict, description="labels of the nodes that hold targets; none: any node"
+    )
+    trainer_labels: dict[str, str] = Field(
+        default_factory=dict, description="labels of the nodes that hold trainers; none: any node"
+    )

@@ -78,6 +78,7 @@ def _trainer(settings: Settings, task: TrainTask, storage: Path, streams: Stream
             num_workers=settings.train.workers,
             use_gpu=settings.train.gpus > 0,
             resources_per_worker={"CPU": settings.train.cpus, "GPU": settings.train.gpus},
+            label_selector=settings.ray.trainer_labels or None,
         ),
         run_config=RunConfig(
             name=storage.name,
@@ -100,7 +101,9 @@ def _bigrams(settings: Settings, rows: Rows) -> Any:
     prompt = first.input_ids[: int(first.loss_mask.argmax())].tolist()
     pool = settings.targets
     counts = supervised_counts(rows.table, rows.draft.vocab)
-    actor: Any = ray.remote(num_cpus=pool.cpus, num_gpus=pool.gpus)(BigramActor).remote()
+    actor: Any = ray.remote(num_cpus=pool.cpus, num_gpus=pool.gpus, label_selector=settings.ray.target_labels)(
+        BigramActor
+    ).remote()
     ray.get(actor.ready.remote())
     return actor.bigrams.remote(settings.target, pool, prompt, counts)
 
