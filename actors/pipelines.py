@@ -6,13 +6,13 @@
     prompts -> evaluator actors -> results
     conversations -> responder actors -> their answers
 
-Waits for: the oldest window. Bounded by: `targets.in_flight_mb` of the object store. A dead actor: Ray Data restarts it,
-on another node if its own is lost, and repeats its windows; rows that were handed on stay, the bits are the same.
+Waits for: the oldest window. Bounded by: `targets.in_flight_mb` of the object store. A dead actor: Ray Data restarts
+it, on another node if its own is lost, and repeats its windows; rows that were handed on stay, the bits are the same.
 
 What Ray Data does here: the pool and its growth, backpressure in bytes, retries, order, the deal to the ranks. What it
-cannot do stands next to the code that does it: blocks of one row (`_rows`), a target that can nowhere be placed
-(`actors.placement`), and the plan (`dspark.data.plan`), since it neither repeats an order over epochs nor skips to where
-a resumed run goes on.
+cannot do stands next to the code that does it: blocks of one row (`one_row_blocks`), an actor that has lost its place
+for good (`actors.placement`), and the plan (`dspark.data.plan`), since it neither shuffles every epoch by a function of
+the seed alone nor goes on in the middle of one.
 
 Whoever takes results from a generator here closes it, also after an error: Ray Data cannot end it once Ray has gone.
 """
@@ -63,16 +63,23 @@ def captured_steps(
     Each is a block, and `streaming_split` deals them to the ranks in turn. With `keep`, each window becomes a shard of
     that cache, with the window's number.
     """
-    pool = settings.targets
     return one_row_blocks(
         window_table(settings, plan, covered, first_step),
         TargetActor,
-        fn_constructor_args=(settings.target, pool, origin, planned.rows, planned.plan, keep),
-        compute=ActorPoolStrategy(min_size=pool.actors, max_size=pool.max_actors or pool.actors),
-        num_cpus=pool.cpus,
-        num_gpus=pool.gpus,
-        label_selector=settings.ray.target_labels,
+        fn_constructor_args=(settings.target, settings.targets, origin, planned.rows, planned.plan, keep),
+        **target_pool(settings),
     )
+
+
+def target_pool(settings: Settings) -> dict[str, Any]:
+    """Where the targets of a stream are placed, and how many: between two numbers, as many as find a place."""
+    pool = settings.targets
+    return {
+        "compute": ActorPoolStrategy(min_size=pool.actors, max_size=pool.max_actors or pool.actors),
+        "num_cpus": pool.cpus,
+        "num_gpus": pool.gpus,
+        "label_selector": settings.ray.target_labels,
+    }
 
 
 def cached_steps(

@@ -27,7 +27,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from actors.checkpoints import restore, save
 from actors.placement import TargetWatch, attended
 from actors.task import TrainTask
-from actors.zero import backward_scale, make_engine, take_step
+from actors.zero import backward_scale, make_engine, take_step, whole_state
 from dspark.config import Settings
 from dspark.data.captures import origin_of, refuse_fault
 from dspark.data.plan import windows
@@ -97,7 +97,8 @@ def train(task: TrainTask) -> None:
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
     drafter = _initial_drafter(task)
     vocabulary = load_vocabulary(task.settings.target, device, DTYPES[settings.precision]).narrowed(drafter.kept)
-    if isinstance(drafter, Drafter) and task.start is not None:
+    # Not in a restart: the node that held them may be the one that was lost.
+    if isinstance(drafter, Drafter) and task.start is not None and ray.train.get_checkpoint() is None:
         start_from_bigrams(drafter, ray.get(task.start), vocabulary)
     engine = make_engine(objective_of(drafter, task.settings), settings, task.plan.steps)
     start = restore(engine, task)
@@ -119,6 +120,16 @@ def train(task: TrainTask) -> None:
                 means = []
             if done % settings.checkpoint_every == 0 or last:
                 save(engine, task, done)
+            every = task.settings.evaluate.every
+            if every is not None and done % every == 0 and not last:
+                offer(engine, task, done)
+
+
+def offer(engine: DeepSpeedEngine, task: TrainTask, done: int) -> None:
+    """Hands the drafter to the driver, for whoever measures it meanwhile; collective under ZeRO 3."""
+    state = whole_state(engine)
+    if dist.get_rank() == 0:
+        task.records.put({"step": done, "drafter": ray.put(state)})
 
 
 def _initial_drafter(task: TrainTask) -> AnyDrafter:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import ray
 import torch
@@ -232,8 +231,12 @@ def main() -> int:
 
 
 def most_in_store(settings: Settings, row_bytes: int) -> int:
-    """Bytes that may lie between one target and one trainer: what is in flight, and the rows at both its ends."""
-    return settings.targets.in_flight_mb * 2**20 + 8 * row_bytes
+    """Bytes that may lie between one target and one trainer: what is in flight, and the rows at both its ends.
+
+    An actor has four rows handed over but not taken up yet, the reader a few that it has asked for ahead, and those
+    that it has done with are freed a moment later.
+    """
+    return settings.targets.in_flight_mb * 2**20 + 12 * row_bytes
 
 
 def within(value: float, bound: str) -> bool:

@@ -70,6 +70,9 @@ class EvaluateSettings(Section):
     prompts_t0: Positive = Field(48, description="prompts decoded at temperature 0")
     prompts_t1: Count = Field(12, description="of these, also decoded at `temperature`")
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    every: Positive | None = Field(
+        None, description="training steps after which one more actor measures the drafter, meanwhile; null: never"
+    )
     benchmarks: Path | None = Field(None, description="folder of NAME.jsonl with `turns`; measured besides held_out")
     benchmark_prompts: Positive = Field(16, description="prompts taken from each benchmark file")
 

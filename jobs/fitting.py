@@ -12,6 +12,7 @@ import torch
 from ray.train import CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.util.queue import Queue
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -26,7 +27,8 @@ from dspark.errors import InputError
 from dspark.model.checkpoints import save_drafter
 from dspark.target import DTYPES, load_vocabulary, load_whole_config
 from jobs.experiment import Experiment
-from jobs.progress import Stage, stage, training_note
+from jobs.following import Following
+from jobs.progress import Stage, stage, training_note, which_side
 from jobs.rows import Rows
 from jobs.streams import Streams, step_streams, stream_names
 
@@ -49,7 +51,9 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
     """
     settings, plan = experiment.settings, rows.plan
     storage = experiment.checkpoints
-    queue = Queue(actor_options={"num_cpus": 0})
+    # On the driver's node: one that is lost must not take the records along.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    queue = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
     done = finished_steps(newest_checkpoint(storage))
     start = None if done or settings.drafter.init == "random" else _bigrams(settings, rows)
     task = TrainTask(
@@ -60,12 +64,14 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
     with (
         step_streams(settings, rows, storage) as streams,
         stage(console, "train", plan.steps) as bar,
-        Records(experiment, queue, bar, done) as records,
+        Records(experiment, queue, bar, done, Following(experiment, rows, console)) as records,
     ):
         if done < plan.steps:
             _trainer(settings, task, storage, streams).fit()
     if records.error is not None:
         raise InputError(records.error)
+    if hint := which_side(records.history, settings):
+        console.print(hint, soft_wrap=True)
     _export(experiment, rows)
     return Fitted(plan.steps, records.history)
 
@@ -111,8 +117,8 @@ def _bigrams(settings: Settings, rows: Rows) -> Any:
 class Records:
     """Takes records from rank 0 while training runs: shows them, writes them to MLflow and to `history.jsonl`."""
 
-    def __init__(self, experiment: Experiment, queue: Queue, bar: Stage, done: int) -> None:
-        self.experiment, self.queue, self.bar = experiment, queue, bar
+    def __init__(self, experiment: Experiment, queue: Queue, bar: Stage, done: int, following: Following) -> None:
+        self.experiment, self.queue, self.bar, self.following = experiment, queue, bar, following
         self.path = experiment.folder / HISTORY
         # Records after the checkpoint that is resumed were made by steps that are made again.
         self.history: list[dict[str, float]] = [entry for entry in _read(self.path) if entry["step"] <= done]
@@ -128,11 +134,13 @@ class Records:
     def __exit__(self, *_: Any) -> None:
         self.finished.set()
         self.thread.join(timeout=30)
+        self.following.finish()
 
     def _follow(self) -> None:
         last = False
         while not last:
             last = self.finished.is_set()
+            self.following.look()
             try:
                 self._take([self.queue.get(timeout=0.5)])
             except Empty:
@@ -142,6 +150,12 @@ class Records:
         records += self.queue.get_nowait_batch(self.queue.qsize())
         if errors := [entry for entry in records if "error" in entry]:
             self.error = str(errors[0]["error"])
+            return
+        for entry in records:
+            if "drafter" in entry:
+                self.following.offer(entry["step"], entry["drafter"])
+        records = [entry for entry in records if "drafter" not in entry]
+        if not records:
             return
         # A restarted trainer group repeats the steps after its checkpoint; the later record holds.
         first = min(int(entry["step"]) for entry in records)
