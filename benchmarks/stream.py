@@ -2,8 +2,8 @@
 
 empty target (one actor, rows ready in its memory) -> object store -> one reader in the place of a trainer
 
-1. rows of 32 MB, read as fast as they come: bytes per second, and most bytes in the object store
-2. the same, read slowly: most bytes in the object store, bytes spilled
+1. rows of 32 MB, read as fast as they come: bytes per second, and most bytes held in the object store
+2. the same, read slowly: most bytes held in the object store, bytes spilled
 3. training steps on small rows that are streamed, beside the same steps on rows in memory
 
 Prints a table and, as its last line, one JSON object; exits with 1 where a number misses its bound.
@@ -107,7 +107,7 @@ class StoreWatch:
     def _follow(self) -> None:
         while not self.stopped.wait(_SAMPLE_S):
             self.last: StoreUse = store_use()
-            self.most = max(self.most, self.last.used - self.before.used)
+            self.most = max(self.most, self.last.held - self.before.held)
 
     @property
     def spilled(self) -> int:
@@ -121,7 +121,7 @@ class Flow:
 
     bytes: int
     seconds: float  # from the first row on
-    most_in_store: int
+    most_held: int
     spilled: int
 
 
@@ -208,15 +208,15 @@ def main() -> int:
     ray.shutdown()
     found = {
         "gb_per_s": fast.bytes / fast.seconds / 1e9,
-        "fast_most_in_store_mb": fast.most_in_store / 2**20,
-        "slow_most_in_store_mb": slow.most_in_store / 2**20,
+        "fast_most_held_mb": fast.most_held / 2**20,
+        "slow_most_held_mb": slow.most_held / 2**20,
         "spilled_mb": (fast.spilled + slow.spilled) / 2**20,
         "overhead": share,
     }
     bounds = {
         "gb_per_s": f">= {AT_LEAST_GB_PER_S:g}",
-        "fast_most_in_store_mb": f"<= {most_in_store(settings, row_bytes) / 2**20:g}",
-        "slow_most_in_store_mb": f"<= {most_in_store(settings, row_bytes) / 2**20:g}",
+        "fast_most_held_mb": f"<= {most_held(settings, row_bytes) / 2**20:g}",
+        "slow_most_held_mb": f"<= {most_held(settings, row_bytes) / 2**20:g}",
         "spilled_mb": "<= 0",
         "overhead": f"<= {AT_MOST_OVERHEAD:g}",
     }
@@ -230,11 +230,10 @@ def main() -> int:
     return int(bool(missed) and not quick)
 
 
-def most_in_store(settings: Settings, row_bytes: int) -> int:
+def most_held(settings: Settings, row_bytes: int) -> int:
     """Bytes that may lie between one target and one trainer: what is in flight, and the rows at both its ends.
 
-    An actor has four rows handed over but not taken up yet, the reader a few that it has asked for ahead, and those
-    that it has done with are freed a moment later.
+    An actor has four rows handed over but not taken up yet, the reader a few that it has asked for ahead.
     """
     return settings.targets.in_flight_mb * 2**20 + 12 * row_bytes
 

@@ -28,7 +28,7 @@ from dspark.model.checkpoints import save_drafter
 from dspark.target import DTYPES, load_vocabulary, load_whole_config
 from jobs.experiment import Experiment
 from jobs.following import Following
-from jobs.progress import Stage, stage, training_note, which_side
+from jobs.progress import Stage, not_finite, stage, training_note, which_side
 from jobs.rows import Rows
 from jobs.streams import Streams, step_streams, stream_names
 
@@ -70,8 +70,9 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
             _trainer(settings, task, storage, streams).fit()
     if records.error is not None:
         raise InputError(records.error)
-    if hint := which_side(records.history, settings):
-        console.print(hint, soft_wrap=True)
+    for said in (which_side(records.history, settings), not_finite(records.history)):
+        if said is not None:
+            console.print(said, soft_wrap=True)
     _export(experiment, rows)
     return Fitted(plan.steps, records.history)
 
@@ -131,10 +132,10 @@ class Records:
         self.thread.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.finished.set()
         self.thread.join(timeout=30)
-        self.following.finish()
+        self.following.finish(wait=kind is None and self.error is None)
 
     def _follow(self) -> None:
         last = False

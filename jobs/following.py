@@ -51,11 +51,11 @@ class Following:
             step, drafter = self.next
             self.next, self.running = None, (step, self.actor.acceptance.remote(drafter))
 
-    def finish(self) -> None:
-        """Waits for the measurement that runs, says how many there were, and lets the actor go."""
+    def finish(self, wait: bool) -> None:
+        """Waits for the measurement that runs, if it may; says how many there were, and lets the actor go."""
         self.skipped += self.next is not None
         self.next = None
-        self.look(_LAST_S)
+        self.look(_LAST_S if wait else 0.0)
         self.running = self.actor = None
         if self.measured + self.skipped:
             self.console.print(f"measured at {self.measured} steps while training, {self.skipped} more were skipped")

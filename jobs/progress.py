@@ -62,6 +62,17 @@ def training_note(record: Mapping[str, float]) -> str:
     return note + (f"  waiting {waiting:.0%}" if waiting > _MUCH_WAITING else "")
 
 
+def not_finite(history: Sequence[Mapping[str, float]]) -> str | None:
+    """What to say of rows whose states were not finite; None where there were none."""
+    shares = [record["rows_not_finite"] for record in history if "rows_not_finite" in record]
+    if not any(shares):
+        return None
+    return (
+        f"{sum(shares) / len(shares):.2%} of the rows had states that are not finite and carried no weight: check the "
+        "target's weights, or try target.dtype=fp32"
+    )
+
+
 def which_side(history: Sequence[Mapping[str, float]], settings: Settings) -> str | None:
     """Which side of the stream to grow, from the trainers' share of time spent waiting; None where both keep pace.
 

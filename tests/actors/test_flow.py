@@ -19,9 +19,9 @@ def test_with_a_slow_trainer_nothing_spills_and_targets_are_never_further_ahead_
     found, in_flight = alone(slowly_read, preset)
     assert found.bytes == pytest.approx(59 * 4 * 2**20, rel=0.01)  # all rows but the first, which starts the clock
     assert found.spilled == 0
-    # Rows at both ends of the stream are not in flight: handed over but not taken up, asked for ahead, just done with.
-    assert found.most_in_store <= in_flight + 12 * 4 * 2**20
-    assert found.most_in_store < found.bytes / 2, "all rows were there at once: nothing was held back"
+    # Rows at both ends of the stream are not in flight: handed over but not taken up, asked for ahead.
+    assert found.most_held <= in_flight + 12 * 4 * 2**20
+    assert found.most_held < found.bytes / 2, "all rows were there at once: nothing was held back"
 
 
 def test_a_node_that_joins_is_used_one_that_is_lost_is_replaced_and_without_any_the_reader_learns_it(
