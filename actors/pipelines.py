@@ -33,6 +33,7 @@ from dspark.config import Settings
 from dspark.data.captures import Origin
 from dspark.data.plan import Plan, windows
 from dspark.data.shards import ShardTask
+from dspark.errors import InputError
 from dspark.sections import EvaluateSettings
 
 _MOST_INPUTS = 10_000
@@ -156,12 +157,28 @@ def written_shards(
     yield from written.iter_rows()
 
 
-def capture_options(settings: Settings) -> ExecutionOptions:
-    """Plan order whatever actor is faster, and bounded bytes between targets and trainers."""
+def capture_options(settings: Settings, held: int) -> ExecutionOptions:
+    """Plan order whatever actor is faster, and bounded bytes between targets and trainers.
+
+    Ray Data counts a row as in flight until its reader lets go of it, so what trainers hold at once, `held` bytes,
+    comes on top: with less, they would wait for the rest of a step whose beginning leaves no room for it.
+    """
     return ExecutionOptions(
         preserve_order=True,
-        resource_limits=ExecutionResources(object_store_memory=settings.targets.in_flight_mb * 2**20),
+        resource_limits=ExecutionResources(object_store_memory=settings.targets.in_flight_mb * 2**20 + held),
     )
+
+
+def check_store(held: int) -> None:
+    """Raises InputError if the cluster's object stores cannot hold what its trainers hold at once."""
+    # What Ray Data allows a stream, whatever its own limit is.
+    allowed = 0.5 * ray.cluster_resources().get("object_store_memory", 0.0)
+    if held > allowed:
+        raise InputError(
+            f"trainers hold the captured rows of two optimizer steps, up to {held / 1e9:.2f} GB; a stream may use half "
+            f"of the object stores, which is {allowed / 1e9:.2f} GB here: raise ray.object_store_mb, or the object "
+            "store of a cluster's nodes, or lower train.global_batch or data.max_length"
+        )
 
 
 def evaluated(

@@ -78,7 +78,7 @@ def streamed(
         compute=ActorPoolStrategy(size=actors),
         num_cpus=1,
     )
-    dataset.context.execution_options = capture_options(settings)
+    dataset.context.execution_options = capture_options(settings, 0)
     (split,) = dataset.streaming_split(1, equal=True)
 
     def rows() -> Generator[pa.Table, None, None]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import pyarrow.compute as pc
 import ray
 import torch
 from ray.train import CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
@@ -17,11 +18,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from actors.checkpoints import DRAFTER, finished_steps, newest_checkpoint, resumable_steps
-from actors.pipelines import capture_options
+from actors.pipelines import capture_options, check_store
 from actors.target import BigramActor
 from actors.task import TrainTask
 from actors.trainer import train_rank
 from dspark.config import Settings
+from dspark.data.cache import bytes_per_token
+from dspark.data.plan import largest_step
 from dspark.data.rows import sample_at, supervised_counts
 from dspark.errors import InputError
 from dspark.model.checkpoints import save_drafter
@@ -61,13 +64,15 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
         stream_names(settings),
     )  # fmt: skip
     resumable_steps(newest_checkpoint(storage), task)
+    held = held_bytes(rows)
+    check_store(held)
     with (
         step_streams(settings, rows, storage) as streams,
         stage(console, "train", plan.steps) as bar,
         Records(experiment, queue, bar, done, Following(experiment, rows, console)) as records,
     ):
         if done < plan.steps:
-            _trainer(settings, task, storage, streams).fit()
+            _trainer(settings, task, storage, streams, held).fit()
     if records.error is not None:
         raise InputError(records.error)
     for said in (which_side(records.history, settings), not_finite(records.history)):
@@ -77,7 +82,13 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
     return Fitted(plan.steps, records.history)
 
 
-def _trainer(settings: Settings, task: TrainTask, storage: Path, streams: Streams) -> TorchTrainer:
+def held_bytes(rows: Rows) -> int:
+    """Captured rows that the trainers hold at once: of the step that they make, and of the next one."""
+    lengths = pc.list_value_length(rows.table.column("input_ids")).to_numpy()
+    return 2 * largest_step(rows.plan, lengths) * bytes_per_token(rows.origin)
+
+
+def _trainer(settings: Settings, task: TrainTask, storage: Path, streams: Streams, held: int) -> TorchTrainer:
     return TorchTrainer(
         train_rank,
         train_loop_config={"task": task},
@@ -94,7 +105,7 @@ def _trainer(settings: Settings, task: TrainTask, storage: Path, streams: Stream
             checkpoint_config=CheckpointConfig(num_to_keep=settings.train.keep_checkpoints),
         ),
         datasets=dict(streams),
-        dataset_config=DataConfig(execution_options=capture_options(settings), enable_shard_locality=False),
+        dataset_config=DataConfig(execution_options=capture_options(settings, held), enable_shard_locality=False),
     )
 
 

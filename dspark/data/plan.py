@@ -52,6 +52,11 @@ def make_plan(rows: int, seed: int, epochs: int, global_batch: int, max_steps: i
     )
 
 
+def largest_step(plan: Plan, lengths: Sequence[int]) -> int:
+    """Most tokens in one optimizer step; `lengths` are those of the rows by number."""
+    return int(np.asarray(lengths)[plan.order].reshape(-1, plan.global_batch).sum(axis=1).max())
+
+
 def epoch_order(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """A permutation of the row numbers that depends on (rows, seed, epoch) alone."""
     digest = hashlib.sha256(f"order/{seed}/{epoch}".encode()).digest()

@@ -100,7 +100,7 @@ def _rows(settings: Settings) -> Iterator[pa.Table]:
     plan = make_plan(5000, 0, 1, 1, None)
     windows = window_table(settings, plan, range(len(plan.order)), 0)
     dataset = one_row_blocks(windows, SlowTarget, **target_pool(settings))
-    dataset.context.execution_options = capture_options(settings)
+    dataset.context.execution_options = capture_options(settings, 0)
     (split,) = dataset.streaming_split(1, equal=True)
     return attended(
         iter(split.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)), TargetWatch(settings)
@@ -116,7 +116,7 @@ class Trial:
         plan = make_plan(5000, 0, 1, 1, None)
         windows = window_table(settings, plan, range(len(plan.order)), 0)
         dataset = one_row_blocks(windows, EmptyTarget, fn_constructor_args=(64, 64), **target_pool(settings))
-        dataset.context.execution_options = capture_options(settings)
+        dataset.context.execution_options = capture_options(settings, 0)
         (self.split,) = dataset.streaming_split(1, equal=True)
         self.rows = iter(self.split.iter_batches(batch_size=None, batch_format="pyarrow"))
         next(self.rows)

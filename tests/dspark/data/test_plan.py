@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark.data.plan import capture_batches, epoch_order, make_plan, padded_share, planned_batches, windows
+from dspark.data.plan import (
+    Plan,
+    capture_batches,
+    epoch_order,
+    largest_step,
+    make_plan,
+    padded_share,
+    planned_batches,
+    windows,
+)
 
 row_counts = st.integers(1, 40)
 batch_sizes = st.integers(1, 12)
@@ -115,6 +124,11 @@ def test_planned_forwards_sort_within_windows_of_consecutive_rows() -> None:
     lengths = [1, 4, 2, 9, 3, 3]
     assert planned_batches(lengths, window_rows=3, batch_tokens=8) == [[1, 2], [0], [3], [4, 5]]
     assert planned_batches(lengths, window_rows=6, batch_tokens=9) == [[3], [1, 4], [5, 2, 0]]
+
+
+def test_the_largest_step_is_that_of_most_tokens_rows_that_fill_it_up_included() -> None:
+    plan = Plan(np.array([0, 1, 2, 1, 0, 0]), np.array([True] * 5 + [False]), np.zeros(6, np.int32), 2)
+    assert largest_step(plan, [5, 1, 3]) == 10
 
 
 def test_the_padded_share_counts_what_is_computed_and_thrown_away() -> None:
