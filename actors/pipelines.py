@@ -17,13 +17,13 @@ the seed alone nor goes on in the middle of one.
 Whoever takes results from a generator here closes it, also after an error: Ray Data cannot end it once Ray has gone.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import ray
-from ray.data import ActorPoolStrategy, Dataset, ExecutionOptions, ExecutionResources
+from ray.data import ActorPoolStrategy, DataIterator, Dataset, ExecutionOptions, ExecutionResources
 
 from actors.reader import CacheActor
 from actors.responder import AnswerTask, ResponderActor
@@ -157,27 +157,33 @@ def written_shards(
     yield from written.iter_rows()
 
 
-def capture_options(settings: Settings, held: int) -> ExecutionOptions:
-    """Plan order whatever actor is faster, and bounded bytes between targets and trainers.
+def blocks_of(stream: DataIterator) -> Iterator[pa.Table]:
+    """The blocks of a split as they come, one asked for ahead."""
+    # Without a batch size blocks are passed on uncut; the annotation knows numbers alone.
+    return iter(stream.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1))  # type: ignore[arg-type]
 
-    Ray Data counts a row as in flight until its reader lets go of it, so what trainers hold at once, `held` bytes,
-    comes on top: with less, they would wait for the rest of a step whose beginning leaves no room for it.
-    """
+
+def capture_options(settings: Settings) -> ExecutionOptions:
+    """Plan order whatever actor is faster, and bounded bytes between targets and trainers."""
     return ExecutionOptions(
         preserve_order=True,
-        resource_limits=ExecutionResources(object_store_memory=settings.targets.in_flight_mb * 2**20 + held),
+        resource_limits=ExecutionResources(object_store_memory=settings.targets.in_flight_mb * 2**20),
     )
 
 
-def check_store(held: int) -> None:
-    """Raises InputError if the cluster's object stores cannot hold what its trainers hold at once."""
-    # What Ray Data allows a stream, whatever its own limit is.
-    allowed = 0.5 * ray.cluster_resources().get("object_store_memory", 0.0)
-    if held > allowed:
+def check_store(settings: Settings, held: int) -> None:
+    """Raises InputError if the object stores of the cluster have no room for what its trainers hold at once.
+
+    What was read lies in the store as long as it is used, and Ray Data no longer counts it.
+    """
+    stores, flight = ray.cluster_resources().get("object_store_memory", 0.0), settings.targets.in_flight_mb * 2**20
+    # Ray Data leaves a stream no more than half of them.
+    if held + min(flight, stores / 2) > stores:
         raise InputError(
-            f"trainers hold the captured rows of two optimizer steps, up to {held / 1e9:.2f} GB; a stream may use half "
-            f"of the object stores, which is {allowed / 1e9:.2f} GB here: raise ray.object_store_mb, or the object "
-            "store of a cluster's nodes, or lower train.global_batch or data.max_length"
+            f"trainers hold the captured rows of two optimizer steps, up to {held / 1e9:.2f} GB, beside "
+            f"targets.in_flight_mb={settings.targets.in_flight_mb}; the object stores have {stores / 1e9:.2f} GB: "
+            "raise ray.object_store_mb (or the object store of a cluster's nodes), or lower train.global_batch, "
+            "data.max_length or targets.in_flight_mb"
         )
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from actors.checkpoints import restore, save
+from actors.pipelines import blocks_of
 from actors.placement import TargetWatch, attended
 from actors.task import TrainTask
 from actors.zero import backward_scale, make_engine, take_step, whole_state
@@ -129,7 +130,8 @@ def offer(engine: DeepSpeedEngine, task: TrainTask, done: int) -> None:
     """Hands the drafter to the driver, for whoever measures it meanwhile; collective under ZeRO 3."""
     state = whole_state(engine)
     if dist.get_rank() == 0:
-        task.records.put({"step": done, "drafter": ray.put(state)})
+        # By value: an object of this process would be lost with it, and a measurement may outlive the trainers.
+        task.records.put({"step": done, "drafter": state})
 
 
 def _initial_drafter(task: TrainTask) -> AnyDrafter:
@@ -170,9 +172,9 @@ def captured_tables(
 
 def _rows(task: TrainTask, name: str, stream: ray.data.DataIterator) -> Iterator[pa.Table]:
     """This rank's rows of one stream, a table each."""
-    rows = stream.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
     from_targets = task.settings.data.source != "cache" and name != "later"
-    return attended(rows, TargetWatch(task.settings)) if from_targets else iter(rows)
+    rows = blocks_of(stream)
+    return attended(rows, TargetWatch(task.settings)) if from_targets else rows
 
 
 def _check_rows(task: TrainTask, step: int, table: pa.Table) -> None:

@@ -27,7 +27,7 @@ from ray.data import ActorPoolStrategy
 from rich.console import Console
 from rich.table import Table
 
-from actors.pipelines import capture_options, one_row_blocks, window_table
+from actors.pipelines import blocks_of, capture_options, one_row_blocks, window_table
 from actors.store import StoreUse, store_use
 from benchmarks.step_case import HIDDEN, TAPS, config_of
 from dspark.config import Settings
@@ -78,11 +78,11 @@ def streamed(
         compute=ActorPoolStrategy(size=actors),
         num_cpus=1,
     )
-    dataset.context.execution_options = capture_options(settings, 0)
+    dataset.context.execution_options = capture_options(settings)
     (split,) = dataset.streaming_split(1, equal=True)
 
     def rows() -> Generator[pa.Table, None, None]:
-        yield from split.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+        yield from blocks_of(split)
 
     with closing(rows()) as taken:
         yield taken
@@ -92,7 +92,8 @@ class StoreWatch:
     """Samples the object store while a part runs."""
 
     def __init__(self) -> None:
-        self.before = self.last = store_use()
+        self.before: StoreUse = store_use()
+        self.last = self.before
         self.most, self.stopped = 0, threading.Event()
         self.thread = threading.Thread(target=self._follow, daemon=True)
 
@@ -106,7 +107,7 @@ class StoreWatch:
 
     def _follow(self) -> None:
         while not self.stopped.wait(_SAMPLE_S):
-            self.last: StoreUse = store_use()
+            self.last = store_use()
             self.most = max(self.most, self.last.held - self.before.held)
 
     @property

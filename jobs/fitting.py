@@ -64,15 +64,14 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
         stream_names(settings),
     )  # fmt: skip
     resumable_steps(newest_checkpoint(storage), task)
-    held = held_bytes(rows)
-    check_store(held)
+    check_store(settings, held_bytes(rows))
     with (
         step_streams(settings, rows, storage) as streams,
         stage(console, "train", plan.steps) as bar,
         Records(experiment, queue, bar, done, Following(experiment, rows, console)) as records,
     ):
         if done < plan.steps:
-            _trainer(settings, task, storage, streams, held).fit()
+            _trainer(settings, task, storage, streams).fit()
     if records.error is not None:
         raise InputError(records.error)
     for said in (which_side(records.history, settings), not_finite(records.history)):
@@ -88,7 +87,7 @@ def held_bytes(rows: Rows) -> int:
     return 2 * largest_step(rows.plan, lengths) * bytes_per_token(rows.origin)
 
 
-def _trainer(settings: Settings, task: TrainTask, storage: Path, streams: Streams, held: int) -> TorchTrainer:
+def _trainer(settings: Settings, task: TrainTask, storage: Path, streams: Streams) -> TorchTrainer:
     return TorchTrainer(
         train_rank,
         train_loop_config={"task": task},
@@ -96,7 +95,7 @@ def _trainer(settings: Settings, task: TrainTask, storage: Path, streams: Stream
             num_workers=settings.train.workers,
             use_gpu=settings.train.gpus > 0,
             resources_per_worker={"CPU": settings.train.cpus, "GPU": settings.train.gpus},
-            label_selector=settings.ray.trainer_labels or None,
+            label_selector=settings.ray.trainer_labels or None,  # type: ignore[call-arg]  # of the class of before
         ),
         run_config=RunConfig(
             name=storage.name,
@@ -105,7 +104,7 @@ def _trainer(settings: Settings, task: TrainTask, storage: Path, streams: Stream
             checkpoint_config=CheckpointConfig(num_to_keep=settings.train.keep_checkpoints),
         ),
         datasets=dict(streams),
-        dataset_config=DataConfig(execution_options=capture_options(settings, held), enable_shard_locality=False),
+        dataset_config=DataConfig(execution_options=capture_options(settings), enable_shard_locality=False),
     )
 
 

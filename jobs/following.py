@@ -5,10 +5,12 @@ trainers, every `evaluate.every` steps -> the newest drafter -> `StepEvaluator` 
 Waits for: nothing. Bounded by: one drafter that is measured and one that is next; a newer one takes the place of that.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 from rich.console import Console
+from torch import Tensor
 
 from actors.evaluator import StepEvaluator, StepTask
 from dspark.config import Settings
@@ -27,12 +29,12 @@ class Following:
         self.experiment, self.console = experiment, console
         self.task = None if experiment.settings.evaluate.every is None else _task(experiment.settings, rows)
         self.actor: Any = None
-        self.next: tuple[int, Any] | None = None
+        self.next: tuple[int, Mapping[str, Tensor]] | None = None
         self.running: tuple[int, Any] | None = None
         self.measured, self.skipped = 0, 0
 
-    def offer(self, step: int, drafter: Any) -> None:
-        """Takes a reference to the tensors of the drafter of a step, in the place of one that still waits."""
+    def offer(self, step: int, drafter: Mapping[str, Tensor]) -> None:
+        """Takes the tensors of the drafter of a step, in the place of one that still waits."""
         self.skipped += self.next is not None
         self.next = (step, drafter)
 

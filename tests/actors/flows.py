@@ -12,7 +12,7 @@ import pyarrow as pa
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.pipelines import capture_options, one_row_blocks, target_pool, window_table
+from actors.pipelines import blocks_of, capture_options, one_row_blocks, target_pool, window_table
 from actors.placement import TargetWatch, attended
 from benchmarks.stream import EmptyTarget, Flow, flow
 from dspark.config import Settings
@@ -100,14 +100,11 @@ def _rows(settings: Settings) -> Iterator[pa.Table]:
     plan = make_plan(5000, 0, 1, 1, None)
     windows = window_table(settings, plan, range(len(plan.order)), 0)
     dataset = one_row_blocks(windows, SlowTarget, **target_pool(settings))
-    dataset.context.execution_options = capture_options(settings, 0)
+    dataset.context.execution_options = capture_options(settings)
     (split,) = dataset.streaming_split(1, equal=True)
-    return attended(
-        iter(split.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)), TargetWatch(settings)
-    )
+    return attended(blocks_of(split), TargetWatch(settings))
 
 
-@ray.remote(num_cpus=0)
 class Trial:
     """A trainer in the hands of a sweep: it owns its stream."""
 
@@ -116,16 +113,16 @@ class Trial:
         plan = make_plan(5000, 0, 1, 1, None)
         windows = window_table(settings, plan, range(len(plan.order)), 0)
         dataset = one_row_blocks(windows, EmptyTarget, fn_constructor_args=(64, 64), **target_pool(settings))
-        dataset.context.execution_options = capture_options(settings, 0)
+        dataset.context.execution_options = capture_options(settings)
         (self.split,) = dataset.streaming_split(1, equal=True)
-        self.rows = iter(self.split.iter_batches(batch_size=None, batch_format="pyarrow"))
+        self.rows = blocks_of(self.split)
         next(self.rows)
 
 
 def pruned(preset: Path) -> tuple[int, float]:
     """Producers of a trial that was begun, and seconds until the last of them has ended after the trial was killed."""
     start_ray(256)
-    trial: Any = Trial.remote()
+    trial: Any = ray.remote(num_cpus=0)(Trial).remote()
     ray.get(trial.begin.remote(preset))
     producers = _producers()
     ray.kill(trial)

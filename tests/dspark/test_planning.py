@@ -35,16 +35,16 @@ def test_operations_of_a_step_are_three_forwards_of_what_is_trained_and_fewer_of
     attention = 2 * 10 * (50 + 2)
     trained = 100 * feature + 20 * (layer + attention) + 20 * 4 * 100
     head = 20 * 10 * 100
-    assert trainer_operations(SHAPE, SETTINGS, 100, 0.1) == 2 * (3 * trained + 2 * head + head) == 496_800
+    assert trainer_operations(SHAPE, SETTINGS, 100, 0.1) == 2 * (3 * trained + 2 * head + head) == 640_800
 
 
 def test_a_row_of_the_table_follows_from_operations_and_assumptions() -> None:
     scale = scale_of("model", SHAPE, SETTINGS, CLUSTER)
     assert scale.bytes_per_token == 85
-    assert scale.trainer_tokens_per_s == pytest.approx(0.5e12 / 4_968)
+    assert scale.trainer_tokens_per_s == pytest.approx(0.5e12 / 6_408)
     assert scale.target_tokens_per_s == pytest.approx(125)  # 0.5e12 / (2 x 2e9)
-    assert scale.targets_per_trainer == pytest.approx(0.5e12 / 4_968 / 125)
-    assert scale.network_bytes_per_s == pytest.approx(85 * 0.5e12 / 4_968)
+    assert scale.targets_per_trainer == pytest.approx(0.5e12 / 6_408 / 125)
+    assert scale.network_bytes_per_s == pytest.approx(85 * 0.5e12 / 6_408)
     assert scale.trainers_per_link == pytest.approx(1e9 / scale.network_bytes_per_s)
     assert scale.object_store_bytes == 2 * 8 * 100 * 85 + 2**20
     assert scale.target_memory_bytes == 5e9

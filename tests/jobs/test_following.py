@@ -19,7 +19,9 @@ def test_an_evaluator_measures_newest_drafters_into_the_run_and_skips_what_it_is
     train(settings, None, False)
     printed = " ".join(capsys.readouterr().out.split())
     client = MlflowClient(default_uri(settings.output))
-    (run,) = client.search_runs([client.get_experiment_by_name(settings.tracking.experiment).experiment_id])
+    experiment = client.get_experiment_by_name(settings.tracking.experiment)
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
     found = {entry.step: entry.value for entry in client.get_metric_history(run.info.run_id, "eval_acceptance_length")}
     # 8 steps, of which the last one's drafter is measured by `evaluate`.
     assert found and set(found) <= {2, 4, 6}

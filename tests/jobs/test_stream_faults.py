@@ -71,7 +71,7 @@ def test_a_lost_node_with_target_and_trainer_costs_a_restart_from_the_last_check
     preset, expected = whole
     # The head has no place for either, so that both go down with the first node and come up on the second.
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 100 * 2**20})
-    node = {"num_cpus": 6, "object_store_memory": 100 * 2**20}
+    node: dict[str, Any] = {"num_cpus": 6, "object_store_memory": 100 * 2**20}
     first = cluster.add_node(**node)
     try:
         run = start(
