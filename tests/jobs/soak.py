@@ -152,7 +152,7 @@ def _kill(
 def soak_preset(folder: Path, target: Path) -> Path:
     """Some forty seconds of training on one core, of rows that do not all fit between targets and trainers."""
     return tiny_preset(
-        folder, target, rows=200, train={"epochs": 8, "max_steps": 700}, tracking={"register_model": False}
+        folder, target, rows=200, train={"epochs": 8, "max_steps": 400}, tracking={"register_model": False}
     )
 
 

@@ -19,7 +19,7 @@ from tests.conftest import tiny_preset
 from tests.jobs.soak import endless, losses, parts, soak, soak_preset, start
 
 pytestmark = pytest.mark.faults
-STEPS = 200
+STEPS = 60
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_a_killed_target_and_a_killed_trainer_are_replaced_and_every_row_is_trai
 ) -> None:
     preset, expected = whole
     run = start(*endless(preset), f"train.max_steps={STEPS}", f"output={tmp_path}")
-    for part, step in (("target", 15), ("trainer", 60)):
+    for part, step in (("target", 8), ("trainer", 25)):
         wait_for_step(run, tmp_path, step)
         (process,) = parts(run, part)  # type: ignore[arg-type]
         process.kill()
@@ -79,7 +79,7 @@ def test_a_lost_node_with_target_and_trainer_costs_a_restart_from_the_last_check
         )
         wait_for_step(run, tmp_path, 5)
         cluster.add_node(**node)
-        wait_for_step(run, tmp_path, 25)
+        wait_for_step(run, tmp_path, 15)
         cluster.remove_node(first, allow_graceful=False)
         finished(run, tmp_path, expected)
     finally:
