@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dspark.decoding.engine import Engine, Generation, Request, Sampling
+from dspark.decoding.policies import choose_policy
 from dspark.errors import InputError
 from dspark.evaluation.metrics import PromptResult, acceptance_length
 from dspark.model.exchange import load_for_target
@@ -46,9 +47,10 @@ class EvaluatorActor:
                 f"drafter {task.drafter} has vocabulary {loaded.config.vocab} and width {loaded.config.hidden}, its "
                 f"target {self.target.vocab_size} and {self.target.hidden}: they do not belong together"
             )
-        batch = task.evaluate.batch
-        self.plain = Engine(self.target, None, batch, task.max_length)
-        self.speculative = Engine(self.target, loaded.drafter, batch, task.max_length)
+        evaluate = task.evaluate
+        policy = choose_policy(evaluate.policy, evaluate.slots, evaluate.threshold, evaluate.calibration)
+        self.plain = Engine(self.target, None, evaluate.batch, task.max_length)
+        self.speculative = Engine(self.target, loaded.drafter, evaluate.batch, task.max_length, *policy)
         for engine in (self.plain, self.speculative):
             engine.generate([Request("warm-up", (1, 2, 3), 4, Sampling())])
 
@@ -59,7 +61,7 @@ class EvaluatorActor:
                 row["id"],
                 tuple(row["ids"]),
                 self.task.evaluate.max_new_tokens,
-                Sampling(temperature=row["temperature"], seed=self.task.seed),
+                self._sampling(row["temperature"]),
             )
             for row in rows
         ]
@@ -88,6 +90,10 @@ class EvaluatorActor:
             for row, reference, speculative in zip(rows, plain, drafted, strict=True)
         ]
         return pa.table({"result": [json.dumps(asdict(result)) for result in results]})
+
+    def _sampling(self, temperature: float) -> Sampling:
+        evaluate = self.task.evaluate
+        return Sampling(temperature, evaluate.top_k, evaluate.top_p, self.task.seed)
 
     def _text(self, generation: Generation) -> str:
         return str(self.target.tokenizer.decode(list(generation.tokens), skip_special_tokens=True))

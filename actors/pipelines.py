@@ -30,7 +30,7 @@ from actors.responder import AnswerTask, ResponderActor
 from actors.target import ShardActor, TargetActor
 from dspark.answering import PrepareSettings
 from dspark.config import Settings
-from dspark.data.captures import Origin
+from dspark.data.captures import Origin, refuse_fault
 from dspark.data.plan import Plan, windows
 from dspark.data.shards import ShardTask
 from dspark.errors import InputError
@@ -64,8 +64,28 @@ def captured_steps(
     Each is a block, and `streaming_split` deals them to the ranks in turn. With `keep`, each window becomes a shard of
     that cache, with the window's number.
     """
+    return _captured(settings, window_table(settings, plan, covered, first_step), origin, planned, keep)
+
+
+def keep_again(
+    settings: Settings, plan: Plan, lost: Sequence[int], origin: Origin, planned: Planned, keep: ShardTask
+) -> None:
+    """Captures the windows with these numbers only for the cache that has lost them; returns when it has them.
+
+    Raises:
+        InputError: they cannot be written.
+    """
+    every = windows(plan, settings.targets.window_rows, 0)
+    captured = _captured(settings, _numbered([(number, every[number]) for number in lost]), origin, planned, keep)
+    for row in captured.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+        refuse_fault(row)
+
+
+def _captured(
+    settings: Settings, window_rows: pa.Table, origin: Origin, planned: Planned, keep: ShardTask | None
+) -> Dataset:
     return one_row_blocks(
-        window_table(settings, plan, covered, first_step),
+        window_rows,
         TargetActor,
         fn_constructor_args=(settings.target, settings.targets, origin, planned.rows, planned.plan, keep),
         **target_pool(settings),
@@ -105,12 +125,15 @@ def window_table(settings: Settings, plan: Plan, covered: range, first_step: int
     """Number and first and last position of each window that is still to be passed on, a row each."""
     every = enumerate(windows(plan, settings.targets.window_rows, 0))
     start = first_step * plan.global_batch
-    left = [(number, window) for number, window in every if window.start in covered and window.stop > start]
+    return _numbered([(number, window) for number, window in every if window.start in covered and window.stop > start])
+
+
+def _numbered(some: Sequence[tuple[int, range]]) -> pa.Table:
     return pa.table(
         {
-            "window": pa.array([number for number, _ in left], pa.int64()),
-            "start": pa.array([window.start for _, window in left], pa.int64()),
-            "stop": pa.array([window.stop for _, window in left], pa.int64()),
+            "window": pa.array([number for number, _ in some], pa.int64()),
+            "start": pa.array([window.start for _, window in some], pa.int64()),
+            "stop": pa.array([window.stop for _, window in some], pa.int64()),
         }
     )
 
@@ -136,7 +159,7 @@ def one_row_blocks(window_rows: pa.Table, actor: type, **options: Any) -> Datase
 def written_shards(
     settings: Settings, task: ShardTask, rows: Any, shards: Mapping[int, Sequence[Sequence[int]]]
 ) -> Generator[dict[str, Any], None, None]:
-    """What came of each shard, in the order in which they finish; `shards` holds the rows of each one's forwards.
+    """What each forward added to its shard, as it is written; `shards` holds the rows of each one's forwards.
 
     Only facts come back: an actor writes its shards itself. `rows` as above.
     """
@@ -154,6 +177,8 @@ def written_shards(
         num_gpus=pool.gpus,
         label_selector=settings.ray.target_labels,
     )
+    # Facts are handed on at once, not when they have become a block of the usual size.
+    written.context.target_max_block_size = 1
     yield from written.iter_rows()
 
 

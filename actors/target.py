@@ -1,11 +1,13 @@
 """The target in a Ray process: windows of plan rows in, captured tables out, or shards of a cache written."""
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 import torch
 from numpy.typing import NDArray
@@ -16,7 +18,7 @@ from dspark.data.captures import Origin, fault_table
 from dspark.data.plan import Plan
 from dspark.data.prefetch import ahead
 from dspark.data.rows import sample_at
-from dspark.data.shards import ShardTask, is_written, write_shard
+from dspark.data.shards import ShardTask, is_written, new_shard, write_shard
 from dspark.errors import InputError
 from dspark.model.warm_start import Bigrams, bigrams_of
 from dspark.sections import TargetPoolSettings, TargetSettings
@@ -99,26 +101,53 @@ class ShardActor:
         else:
             prove_capture(self.target, sample_at(self.rows, 0), task.origin.taps)
 
-    def __call__(self, plan: pa.Table) -> pa.Table:
-        if self.fault is not None:
-            return pa.table({"fault": [self.fault]})
+    def __call__(self, plan: pa.Table) -> Iterator[pa.Table]:
+        """Writes one shard, and says after each forward what has been written since the last one.
+
+        As many tables whatever happens: where a task is repeated after the death of its actor, Ray goes on behind those
+        that it has, and would take fewer of them for the end.
+        """
+        told, expected = 0, plan.num_rows + 1
+        try:
+            if self.fault is not None:
+                raise InputError(self.fault)
+            for news in self._written(plan):
+                told += 1
+                yield news
+        except InputError as error:
+            for _ in range(told, expected):
+                yield _news(fault=str(error))
+
+    def _written(self, plan: pa.Table) -> Iterator[pa.Table]:
         began = time.time()
         index, batches = plan.column("shard")[0].as_py(), plan.column("batch").to_pylist()
         planned = [self.rows.column("sample_id")[row].as_py() for batch in batches for row in batch]
         # The next forward runs while this one's states are written.
         tables = ahead(batches, self._captured, self._size, limit=1)
-        try:
-            record = write_shard(self.task, index, planned, map(self.only_finite, tables))
-        except InputError as error:
-            return pa.table({"fault": [str(error)]})
-        done = {"rows": len(planned), "tokens": record.tokens, "bytes": record.bytes, "skipped": len(record.skipped)}
-        return pa.table({name: [value] for name, value in {**done, "began": began}.items()})
+        size = 0
+        with new_shard(self.task, index, planned) as shard:
+            for batch, table in zip(batches, map(self.only_finite, tables), strict=True):
+                shard.add(table)
+                tokens = int(pc.sum(pc.list_value_length(table.column("input_ids"))).as_py() or 0)
+                left_out = len(batch) - table.num_rows
+                yield _news(len(batch), tokens, shard.bytes - size, left_out, began)
+                size = shard.bytes
+        yield _news(bytes=shard.record.bytes - size, began=began)
 
     def _captured(self, batch: list[int]) -> pa.Table:
         return capture(self.target, [sample_at(self.rows, row) for row in batch], self.task.origin, self.batch_tokens)
 
     def _size(self, batch: list[int]) -> int:
         return bytes_per_token(self.task.origin) * sum(len(self.rows.column("input_ids")[row]) for row in batch)
+
+
+def _news(
+    rows: int = 0, tokens: int = 0, bytes: int = 0, skipped: int = 0, began: float = math.inf, fault: str = ""
+) -> pa.Table:
+    """One row: what was written, when the shard's first forward began, and what went wrong, if anything did."""
+    return pa.table(
+        {"rows": [rows], "tokens": [tokens], "bytes": [bytes], "skipped": [skipped], "began": [began], "fault": [fault]}
+    )
 
 
 class ProbeActor:

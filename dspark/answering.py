@@ -1,11 +1,10 @@
 """Section of the settings that says how `dspark prepare` regenerates answers: from what, by whom, sampled how."""
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dspark.sections import Count, Fraction, Positive, Section, Weight
+from dspark.sections import Count, Fraction, LocalPath, Positive, Section, Weight
 
 
 class EndpointSettings(Section):
@@ -35,7 +34,7 @@ class PrepareSettings(Section):
     subset: str | None = Field(None, description="configuration of a hub dataset")
     split: str = Field("train", description="split of a hub dataset")
     limit: Positive | None = Field(None, description="take so many conversations from the start; null: all")
-    folder: Path | None = Field(None, description="where the rows go; null: `output`/prepared/`name`")
+    folder: LocalPath | None = Field(None, description="where the rows go; null: `output`/prepared/`name`")
     validation: Fraction = Field(0.01, description="share of conversations for validation.jsonl")
     held_out: Fraction = Field(0.01, description="share of conversations for held_out.jsonl")
     via: Literal["actors", "vllm", "endpoint"] = Field(

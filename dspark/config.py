@@ -5,6 +5,7 @@ the settings are checked here; rules that need the target (taps, mask token) in 
 """
 
 from collections.abc import Mapping
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -12,12 +13,14 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from dspark.answering import PrepareSettings
 from dspark.caching import CacheSettings
+from dspark.calibrating import CalibrateSettings
 from dspark.kind_keys import named_unused, without_unused
 from dspark.learning import DrafterSettings, Eagle3Settings, LossSettings, TrainSettings
 from dspark.sections import (
     Count,
     DataSettings,
     EvaluateSettings,
+    LocalPath,
     RaySettings,
     Section,
     TargetPoolSettings,
@@ -31,7 +34,7 @@ class Settings(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     seed: Count = 42
-    output: Path = Field(Path("runs"), description="folder that holds one folder per run")
+    output: LocalPath = Field(Path("runs"), description="folder that holds one folder per run")
     target: TargetSettings
     targets: TargetPoolSettings = TargetPoolSettings()
     data: DataSettings
@@ -42,6 +45,7 @@ class Settings(Section):
     eagle3: Eagle3Settings = Eagle3Settings()
     train: TrainSettings = TrainSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
+    calibrate: CalibrateSettings = CalibrateSettings()
     tracking: TrackingSettings = TrackingSettings()
     ray: RaySettings = RaySettings()
 
@@ -71,12 +75,24 @@ class Settings(Section):
             raise ValueError(
                 f"targets.max_actors={self.targets.max_actors} is below targets.actors={self.targets.actors}"
             )
+        self._check_device_map()
         if self.data.source == "live_and_keep" and self.cache.taps != "bf16":
             raise ValueError(
                 f"cache.taps={self.cache.taps} loses precision: with data.source=live_and_keep later epochs would "
                 "train on other states than the first; keep cache.taps=bf16, or capture first and use data.source=cache"
             )
         return self
+
+    def _check_device_map(self) -> None:
+        placed = self.target.device_map
+        if not isinstance(placed, dict):
+            return
+        most = max((place for place in placed.values() if isinstance(place, int)), default=-1)
+        if most >= ceil(self.targets.gpus):
+            raise ValueError(
+                f"target.device_map places modules on GPU {most}, and an actor with targets.gpus={self.targets.gpus:g} "
+                f"has none of that number: book {most + 1}, they are numbered from 0"
+            )
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """Sections of the settings that say what is learnt and how: drafter, losses, optimizer step."""
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from dspark.sections import AutoPrecision, Count, Fraction, Positive, Section, Weight
+from dspark.sections import AutoPrecision, Count, Fraction, LocalPath, Positive, Section, Weight
 
-LOGITS_MB = 192
+LOGITS_MB = 160
 
 
 class DrafterSettings(Section):
@@ -36,7 +35,7 @@ class DrafterSettings(Section):
         "random",
         description="at random, or layers as copies of the target's last ones and the Markov head from its bigrams",
     )
-    start_from: Path | None = Field(
+    start_from: LocalPath | None = Field(
         None, description="folder of a drafter, of any layout that `dspark export` reads, whose tensors are taken over"
     )
     vocab: Positive | None = Field(

@@ -3,8 +3,17 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+
+def _on_a_disk(value: object) -> object:
+    # As a path, `s3://bucket/x` would be the folder `s3:` of the working directory.
+    if isinstance(value, str) and "://" in value:
+        raise ValueError(f"{value!r} is an address, needed is a path on a disk that this machine mounts")
+    return value
+
+
+LocalPath = Annotated[Path, BeforeValidator(_on_a_disk)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -12,6 +21,9 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["fp32", "bf16"]
 # `auto` becomes one of the two before work starts: bf16 where the device multiplies it natively, else fp32.
 AutoPrecision = Literal["auto", "fp32", "bf16"]
+# Those that transformers takes. Its tensor parallelism is no choice: it wants a process per GPU, all in step, where a
+# target actor is one process that is placed, killed and replaced alone.
+DeviceMap = Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, Count | Literal["cpu", "disk"]]
 
 
 class Section(BaseModel):
@@ -24,6 +36,11 @@ class TargetSettings(Section):
     model: str = Field(description="local folder, hub id, or `smollm2-135m-instruct` (the quickstart's data wheel)")
     revision: str | None = Field(None, description="hub revision; unused for local folders")
     dtype: AutoPrecision = Field("auto", description="compute type of the captured forward; auto: bf16 if native")
+    device_map: DeviceMap | None = Field(
+        None,
+        description="for a target larger than one device: how its layers are dealt to the GPUs of a process, to memory "
+        "and to disk; `auto`, or {module: GPU number, cpu or disk}; null: one device holds all",
+    )
 
 
 class TargetPoolSettings(Section):
@@ -42,8 +59,8 @@ class TargetPoolSettings(Section):
 class DataSettings(Section):
     """Conversations, and how they become token rows."""
 
-    conversations: Path = Field(description="training rows: .jsonl, .json or .parquet, each also as .gz")
-    held_out: Path = Field(description="prompts that training never sees, for `evaluate`")
+    conversations: LocalPath = Field(description="training rows: .jsonl, .json or .parquet, each also as .gz")
+    held_out: LocalPath = Field(description="prompts that training never sees, for `evaluate`")
     source: Literal["live", "cache", "live_and_keep"] = Field(
         "live",
         description="states for training: from target actors, from the cache, or in the first epoch from actors that "
@@ -73,7 +90,19 @@ class EvaluateSettings(Section):
     every: Positive | None = Field(
         None, description="training steps after which one more actor measures the drafter, meanwhile; null: never"
     )
-    benchmarks: Path | None = Field(None, description="folder of NAME.jsonl with `turns`; measured besides held_out")
+    top_k: Count = Field(0, description="likeliest tokens drawn from above temperature 0; 0: all")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="mass of the likeliest tokens drawn from")
+    policy: Literal["fixed", "threshold", "scheduled"] = Field(
+        "fixed", description="how many drafts of a request are verified: `slots`, by confidence, or by step rates"
+    )
+    slots: Positive | None = Field(None, description="policy fixed: drafts per round; null: the drafter's block")
+    threshold: Fraction | None = Field(None, description="policy threshold: least confidence of a verified draft")
+    calibration: LocalPath | None = Field(
+        None, description="JSON file of `dspark calibrate`: temperatures of the confidences, step rates for scheduled"
+    )
+    benchmarks: LocalPath | None = Field(
+        None, description="folder of NAME.jsonl with `turns`; measured besides held_out"
+    )
     benchmark_prompts: Positive = Field(16, description="prompts taken from each benchmark file")
 
 

@@ -7,8 +7,10 @@ call, M cached positions, L taps, H hidden width.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +27,7 @@ from dspark.config import Settings
 from dspark.errors import InputError
 from dspark.model.families import embedding_scale, family_of, soft_cap, window
 from dspark.model.vocabulary import Vocabulary
+from dspark.packed import NAME, Packed
 from dspark.sections import TargetSettings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -41,15 +44,22 @@ class Target:
     """A target model in memory, frozen and in evaluation mode."""
 
     def __init__(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, name: str, revision: str, fingerprint: str
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        revision: str,
+        fingerprint: str,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
+        """`vocabulary` where the model does not hold its own: embedding or head are fetched for each forward."""
         self.config: Any = model.config.get_text_config()
         self.family = family_of(model.config)
         self.window = window(self.config)
         self.model: Any = model.eval().requires_grad_(False)
         self.decoder: Any = model.get_submodule(self.family.decoder)
         self.tokenizer, self.name, self.revision, self.fingerprint = tokenizer, name, revision, fingerprint
-        self.vocabulary = _vocabulary(
+        self.vocabulary = vocabulary or _vocabulary(
             self.config,
             self.decoder.embed_tokens.weight.detach(),
             model.get_submodule(self.family.head).weight.detach(),
@@ -58,7 +68,15 @@ class Target:
 
     @property
     def device(self) -> torch.device:
+        """Where the head is, and the states that `states` returns."""
         return self.vocabulary.head_VH.device
+
+    @property
+    def computed_on(self) -> frozenset[str]:
+        """The devices that its layers are computed on; more than one if a device map spreads them."""
+        placed = {str(place) for place in getattr(self.model, "hf_device_map", {}).values()}
+        # What is kept in memory or on disk is fetched to where the rest is.
+        return frozenset(placed - {"cpu", "disk"}) or frozenset({str(self.device)})
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,27 +105,37 @@ class Target:
         positions_BQ: Tensor | None = None,
         visible_B1QM: Tensor | None = None,
         cache: Cache | None = None,
+        packed: Packed | None = None,
     ) -> TargetStates:
         """One forward without the head. Without `visible` attention is causal over these positions.
 
         Sliding layers see their window's part of `visible`; M counts positions from 0, or without a cache these tokens.
         Rows of unequal length are padded at the end; states of padding are meaningless and never read by real tokens.
+        With `packed` B = 1, the tokens stand as it says, and rows, positions and what they see come from it.
         """
+        if packed is not None:
+            positions_BQ, visible_B1QM = packed.positions_N[None], packed.visible()
         held: dict[int, Tensor] = {}
+        entry = self.vocabulary.embedding_VH.device
+        input_ids_BQ = input_ids_BQ.to(entry)
+        positions_BQ = None if positions_BQ is None else positions_BQ.to(entry)
+        visible_B1QM = None if visible_B1QM is None else visible_B1QM.to(entry)
         hooks = [self._tap_source(tap).register_forward_hook(_keeper(held, tap)) for tap in set(taps)]
         try:
-            output = self.decoder(
-                input_ids=input_ids_BQ,
-                position_ids=positions_BQ,
-                attention_mask=self._masks(visible_B1QM, positions_BQ, cache),
-                cache=cache,
-                use_cache=cache is not None,
-            )
+            with self._attention(packed):
+                output = self.decoder(
+                    input_ids=input_ids_BQ,
+                    position_ids=positions_BQ,
+                    attention_mask=self._masks(visible_B1QM, packed.positions_RQ if packed else positions_BQ, cache),
+                    cache=cache,
+                    use_cache=cache is not None,
+                    **({"packed": packed} if packed else {}),
+                )
         finally:
             for hook in hooks:
                 hook.remove()
-        final = output.last_hidden_state
-        joined = torch.cat([held[tap] for tap in taps], dim=-1) if taps else final[..., :0]
+        final = output.last_hidden_state.to(self.device)
+        joined = torch.cat([held[tap].to(self.device) for tap in taps], dim=-1) if taps else final[..., :0]
         return TargetStates(joined, final)
 
     def _masks(self, visible_B1QM: Tensor | None, positions_BQ: Tensor | None, cache: Cache | None) -> Any:
@@ -121,6 +149,17 @@ class Target:
         if getattr(self.config, "layer_types", None) is None:
             return near_B1QM
         return {"full_attention": visible_B1QM, "sliding_attention": near_B1QM}
+
+    @contextmanager
+    def _attention(self, packed: Packed | None) -> Iterator[None]:
+        """The attention of packed rows for the time of a pass; the decoder's layers read its name from its settings."""
+        config, usual = self.decoder.config, self.decoder.config._attn_implementation
+        if packed is not None:
+            config._attn_implementation = NAME
+        try:
+            yield
+        finally:
+            config._attn_implementation = usual
 
     def _tap_source(self, tap: int) -> nn.Module:
         module: nn.Module = self.decoder.embed_tokens if tap == -1 else self.decoder.layers[tap]
@@ -201,17 +240,59 @@ def load_whole_config(settings: TargetSettings) -> Any:
 
 
 def load_target(settings: TargetSettings, device: torch.device | None = None) -> Target:
-    """Loads a target, frozen, on `device` (default: CUDA where there is one).
+    """Loads a target, frozen, on `device` (default: CUDA where there is one), or as its device map deals it out.
 
     Raises:
-        InputError: unsupported family, or files that cannot be loaded.
+        InputError: unsupported family, or files that cannot be loaded, or not onto these devices.
     """
     load_config(settings)
     transformers_logging.disable_progress_bar()
-    device = device or default_device()
-    model = _load(AutoModelForCausalLM, settings, dtype=DTYPES[settings.dtype], attn_implementation="sdpa")
+    dtype, place = DTYPES[settings.dtype], settings.device_map
+    if place is None:
+        model = _load(AutoModelForCausalLM, settings, dtype=dtype, attn_implementation="sdpa")
+        model, vocabulary = model.to(device or default_device()), None
+    else:
+        model = _load(AutoModelForCausalLM, settings, dtype=dtype, attn_implementation="sdpa", device_map=place)
+        _check_all_placed(model, place)
+        vocabulary = _fetched_vocabulary(model, settings)
     mark = fingerprint(resolve(settings))
-    return Target(model.to(device), load_tokenizer(settings), settings.model, settings.revision or "main", mark)
+    return Target(model, load_tokenizer(settings), settings.model, settings.revision or "main", mark, vocabulary)
+
+
+def _check_all_placed(model: Any, place: str | Mapping[str, int | str]) -> None:
+    # transformers leaves what the map does not name wherever it was read to.
+    names = [name for name, _ in model.named_parameters()]
+    prefixes = tuple(f"{module}." if module else "" for module in place) if isinstance(place, Mapping) else ("",)
+    if lost := next((name for name in names if name not in place and not name.startswith(prefixes)), None):
+        raise InputError(
+            f"target.device_map={place!r} says nothing of {lost}: name a module that holds it, or use device_map=auto"
+        )
+
+
+def _fetched_vocabulary(model: Any, settings: TargetSettings) -> Vocabulary | None:
+    """Embedding and head of a model that keeps one of them off its device; None if it has both there."""
+    family = family_of(model.config)
+    weights = [model.get_submodule(name).weight for name in (f"{family.decoder}.embed_tokens", family.head)]
+    if not any(weight.is_meta for weight in weights):
+        return None
+    places = [place for place in model.hf_device_map.values() if place not in ("cpu", "disk")]
+    return load_vocabulary(settings, torch.device(places[0] if places else "cpu"), DTYPES[settings.dtype])
+
+
+def check_one_device(settings: TargetSettings, gpus: float, booked: str) -> None:
+    """Passes iff a process with `gpus` GPUs, the value of the setting `booked`, computes all layers on one of them.
+
+    Raises:
+        InputError: the device map spreads the layers, or names a GPU that the process does not have.
+    """
+    placed = settings.device_map
+    numbers = {place for place in placed.values() if isinstance(place, int)} if isinstance(placed, dict) else set()
+    if len(numbers) > 1 or max(numbers, default=-1) >= ceil(gpus) or (isinstance(placed, str) and gpus > 1):
+        raise InputError(
+            f"target.device_map={placed!r} with {booked}={gpus:g} does not put the target on one GPU that is there: "
+            f"capture and training can do without, decoding keeps its keys and values on one. With device_map=auto and "
+            f"{booked}=1 what does not fit waits in memory; vLLM and endpoints divide a target by themselves"
+        )
 
 
 def load_vocabulary(settings: TargetSettings, device: torch.device, dtype: torch.dtype) -> Vocabulary:

@@ -63,18 +63,18 @@ def capture(settings: Settings, resume: str | None, dry_run: bool, estimate: boo
 
 
 def written_by_actors(work: Capture, writer: CacheWriter, missing: list[int]) -> Generator[dict[str, Any], None, None]:
-    """What came of each missing shard, as they finish."""
+    """What each forward added to the missing shards, as they are written."""
     rows = [ray.put(work.rows.table)]
     return written_shards(work.settings, writer.task, rows, {index: work.batches_of(index) for index in missing})
 
 
 def _fill(console: Console, work: Capture, missing: list[int], results: Iterable[dict[str, Any]]) -> None:
-    """Shows the shards as they are finished."""
+    """Shows what is written."""
     total = dict.fromkeys(("rows", "tokens", "bytes", "skipped"), 0)
     began = math.inf
     with stage(console, "capture", sum(work.rows_of(index) for index in missing)) as bar:
         for result in results:
-            if result.get("fault") is not None:
+            if result["fault"]:
                 raise InputError(result["fault"])
             total = {name: value + result[name] for name, value in total.items()}
             # The clock runs from the first forward on: to start the actors is no part of the rate.

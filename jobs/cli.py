@@ -117,6 +117,42 @@ def evaluate(preset: Preset, checkpoint: Checkpoint, overrides: Overrides = None
     evaluate(settings, checkpoint, dry_run)
 
 
+@app.command(cls=PresetCommand)
+def calibrate(
+    preset: Preset,
+    checkpoint: Checkpoint,
+    overrides: Overrides = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Measure the target's passes per second by tokens in a pass, too.")
+    ] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Fit the confidence head's temperatures to held-out rounds, and say how good its numbers are."""
+    settings = load_settings(preset, overrides or [])
+    from jobs.calibrate import calibrate
+
+    calibrate(settings, checkpoint, profile, dry_run)
+
+
+@app.command()
+def simulate(
+    run: Annotated[Path, typer.Argument(help="Folder that `calibrate --profile` made.")],
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default="the run's", help="Other step rates and temperatures.")
+    ] = None,
+    threshold: Annotated[float, typer.Option(min=0, max=1, help="Confidence of the threshold policy.")] = 0.5,
+    requests: Annotated[
+        list[int] | None,
+        typer.Option(min=1, show_default="powers of two", help="Requests decoded together; may be given repeatedly."),
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Replay recorded rounds at any load: tokens per second of each way to choose verification lengths."""
+    from jobs.simulate import simulate
+
+    simulate(run, calibration, threshold, requests, dry_run)
+
+
 @app.command()
 def inspect(
     file: Annotated[Path, typer.Argument(help="Conversations: .jsonl, .json or .parquet, each also as .gz.")],

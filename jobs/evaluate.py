@@ -29,7 +29,7 @@ def evaluate(settings: Settings, checkpoint: Path, dry_run: bool) -> None:
     check_files(settings)
     settings = settled(settings)
     checkpoint = checkpoint.resolve()
-    _check_target(settings, checkpoint)
+    check_target(settings, checkpoint)
     tokenizer = load_tokenizer(settings.target)
     prompts = prepare_prompts(settings, tokenizer)
     console.print(f"{len(prompts.prompts)} prompts, {settings.evaluate.actors} evaluators, drafter {checkpoint}")
@@ -52,8 +52,12 @@ def evaluate(settings: Settings, checkpoint: Path, dry_run: bool) -> None:
     console.print(str(report), soft_wrap=True)
 
 
-def _check_target(settings: Settings, checkpoint: Path) -> None:
-    """A drafter that this project made says which weights it was made for."""
+def check_target(settings: Settings, checkpoint: Path) -> None:
+    """A drafter that this project made says which weights it was made for.
+
+    Raises:
+        InputError: the settings name a target with other weights.
+    """
     facts = read_json(checkpoint / CONFIG).get(RUN_KEY, {})
     made_for = facts.get("target", {}).get("fingerprint")
     if made_for is not None and made_for != (found := fingerprint(resolve(settings.target))):

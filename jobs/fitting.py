@@ -111,6 +111,8 @@ def _trainer(settings: Settings, task: TrainTask, storage: Path, streams: Stream
 def _bigrams(settings: Settings, rows: Rows) -> Any:
     """A reference to the target's bigrams of the supervised tokens, after the prompt of the first row.
 
+    A target is needed even where the states come from a cache: those stand behind whole texts, and a bigram is what
+    the target says when it has seen one token behind the prompt, so neither a cache nor the head alone holds it.
     Computed while the trainers start, but in a place that is taken before: trainers that hold the last free CPU while
     they wait for an actor that has none would hang. The actor goes with its handle, when it has answered.
     """

@@ -21,7 +21,7 @@ from dspark.data.splits import SAME_QUESTION, askable
 from dspark.decoding.recommended import KEYS, read_recommendation, recommended_sampling
 from dspark.decoding.sampling import Sampling
 from dspark.errors import InputError
-from dspark.target import fingerprint, load_config, load_tokenizer, native_precision, resolve
+from dspark.target import check_one_device, fingerprint, load_config, load_tokenizer, native_precision, resolve
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ def plan_work(settings: Settings, resume: Path | None) -> Work:
     max_length = prepare.max_context or limit
     if max_length > limit:
         raise InputError(f"prepare.max_context={max_length} exceeds the {limit} positions of the target")
+    if prepare.via == "actors":
+        check_one_device(settings.target, prepare.gpus, "prepare.gpus")
     settings = _settled(settings)
     model = resolve(settings.target)
     sampling = recommended_sampling(prepare, read_recommendation(model), settings.seed)
@@ -109,6 +111,11 @@ def _source(settings: Settings) -> tuple[str, Any]:
         raise InputError(
             "prepare.source is not set: give a file or folder of conversations, or a dataset on the hub, such as "
             "prepare.source=conversations.jsonl"
+        )
+    if "://" in prepare.source:
+        raise InputError(
+            f"prepare.source={prepare.source} is an address: copy the conversations to a disk that this machine "
+            "mounts, or name a dataset on the hub as owner/name"
         )
     path = Path(prepare.source).expanduser()
     if path.exists() or path.name.endswith(SUFFIXES) or path.is_absolute():

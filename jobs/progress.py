@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -13,6 +14,8 @@ from dspark.config import Settings
 _MUCH_WAITING, _LITTLE_WAITING = 0.2, 0.02
 # Where no terminal shows a moving bar, a line is printed each time this share of the work is done.
 _LINE_SHARE = 0.1
+# Time that is left is worth saying from here on.
+_SHOWN_LEFT_S = 2
 
 
 class Stage:
@@ -32,9 +35,11 @@ class Stage:
         """Shows that `done` of the total is finished; `note` is the live line beside the bar."""
         self.bar.update(self.task, completed=done, note=note)
         share = done / max(1, self.total)
-        if not self.console.is_terminal and (share - self.printed >= _LINE_SHARE or done == self.total):
+        if not self.console.is_terminal and (share - self.printed >= _LINE_SHARE or share == 1 > self.printed):
             self.printed = share
-            self.console.print(f"{self.name} {done}/{self.total}  {note}")
+            left = self.bar.tasks[0].time_remaining if done < self.total else None
+            time_left = "" if left is None or left < _SHOWN_LEFT_S else f"  {timedelta(seconds=round(left))} left"
+            self.console.print(f"{self.name} {done}/{self.total}  {note}{time_left}")
 
 
 @contextmanager

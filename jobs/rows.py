@@ -23,7 +23,7 @@ from dspark.model.config import drafter_config
 from dspark.model.inherit import read_start
 from dspark.model.kinds import AnyConfig
 from dspark.model.vocabulary import keep_tokens
-from dspark.target import fingerprint, load_config, load_tokenizer, resolve, special_tokens
+from dspark.target import check_one_device, fingerprint, load_config, load_tokenizer, resolve, special_tokens
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,11 @@ def prepare_prompts(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> P
     """Held-out prompts, and those of the benchmark folder if one is set.
 
     Raises:
-        InputError: unreadable files, or fewer held-out prompts than the settings ask for.
+        InputError: unreadable files, fewer held-out prompts than the settings ask for, or a target that evaluators
+            cannot decode with.
     """
     evaluate, data = settings.evaluate, settings.data
+    check_one_device(settings.target, evaluate.gpus, "evaluate.gpus")
     conversations = read_conversations(data.held_out, data.roles, data.max_bad_fraction)
     wanted = max(evaluate.prompts_t0, evaluate.prompts_t1)
     prompts = held_out_prompts(conversations, wanted)

@@ -20,7 +20,7 @@ import ray
 from ray.data import Dataset
 
 from actors.checkpoints import finished_steps, newest_checkpoint
-from actors.pipelines import Planned, cached_steps, captured_steps
+from actors.pipelines import Planned, cached_steps, captured_steps, keep_again
 from dspark.config import Settings
 from dspark.data.cache import CacheWriter, check_room, expected_bytes
 from dspark.data.codecs import Codec
@@ -43,7 +43,7 @@ def step_streams(settings: Settings, rows: Rows, storage: Path) -> Iterator[Stre
     """The streams by name, each made when Ray Train starts the workers: a restart passes on only what is still missing.
 
     Raises:
-        InputError: the folder of `live_and_keep` is another cache, or lacks what was trained on before.
+        InputError: the folder of `live_and_keep` is another cache, or cannot be written.
     """
     plan, whole = rows.plan, range(len(rows.plan.order))
 
@@ -61,13 +61,15 @@ def step_streams(settings: Settings, rows: Rows, storage: Path) -> Iterator[Stre
         yield {"steps": lambda: captured_steps(settings, plan, whole, done(), rows.origin, planned, None)}
         return
     first = range(int(np.searchsorted(plan.epochs, 0, side="right")))
-    with kept_cache(settings, rows) as writer, Keeper(writer):
-        _check_kept(settings, rows, writer, done())
+    with kept_cache(settings, rows) as writer:
         task = writer.task
-        yield {
-            "first": lambda: captured_steps(settings, plan, first, done(), rows.origin, planned, task),
-            "later": partial(cached, range(first.stop, whole.stop)),
-        }
+        if lost := _lost(settings, rows, writer, done()):
+            keep_again(settings, plan, lost, rows.origin, planned, task)
+        with Keeper(writer):
+            yield {
+                "first": lambda: captured_steps(settings, plan, first, done(), rows.origin, planned, task),
+                "later": partial(cached, range(first.stop, whole.stop)),
+            }
 
 
 def kept_cache(settings: Settings, rows: Rows) -> CacheWriter:
@@ -102,14 +104,10 @@ def check_keeping(settings: Settings, rows: Rows) -> None:
         check_room(writer.task.folder, round(missing * expected_bytes(rows.origin, writer.task.codec, rows.tokens)))
 
 
-def _check_kept(settings: Settings, rows: Rows, writer: CacheWriter, done: int) -> None:
+def _lost(settings: Settings, rows: Rows, writer: CacheWriter, done: int) -> list[int]:
+    """Shards that are missing or cut, of windows that the trainers have behind them and will not ask for again."""
     every = windows(rows.plan, settings.targets.window_rows, 0)
-    lost = [index for index in writer.unfinished() if every[index].stop <= done * rows.plan.global_batch]
-    if lost:
-        raise InputError(
-            f"the cache {writer.task.folder} lacks {len(lost)} shards of rows that were trained on before step {done}, "
-            f"the first is {lost[0]}: put them back, or start a new run"
-        )
+    return [index for index in writer.unfinished() if every[index].stop <= done * rows.plan.global_batch]
 
 
 class Keeper:

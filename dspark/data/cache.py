@@ -205,6 +205,14 @@ class CacheWriter:
         if JOB not in self._folder.sizes():
             self._folder.write(JOB, json.dumps(self._job(), indent=1).encode())
         self._folder.remove_partial()
+        self._forget_damaged()
+
+    def _forget_damaged(self) -> None:
+        """Removes the ledger parts of shards that are missing or cut: from now on names tell what is written."""
+        names, whole = self._folder.sizes().keys(), self._finished().keys()
+        for index in range(len(self._shards)):
+            if index not in whole and record_file(index) in names:
+                self._folder.remove(record_file(index))
 
     def _clear(self) -> None:
         """Removes what only a cache in the making needs."""

@@ -10,8 +10,10 @@ import threading
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +36,8 @@ _OPEN_SHARDS = 32
 _GAP_BYTES = 4096
 # How much of what comes next the disk is told of.
 _ANNOUNCED_BYTES = 32 * 2**20
+# A smaller value is checked sooner than handed to another thread.
+_CHECKED_BESIDE = 2**16
 
 
 class _Span(NamedTuple):
@@ -81,6 +85,8 @@ class CacheReader:
         self._spare = np.empty(0, np.uint8)
         self._lock = threading.Lock()
         self._unchecked = np.ones(self._crc32.shape, np.bool_) if check else None
+        # Checksums run beside the reads: zlib lets go of the interpreter, as system calls do.
+        self._checker = ThreadPoolExecutor(1, "checksums") if check else None
         self._open: OrderedDict[int, Source] = OrderedDict()
 
     @cached_property
@@ -105,8 +111,11 @@ class CacheReader:
         places = [self._place(sample) for sample in ids]
         columns = empty_columns(self.lengths[places], self._widths)
         # In the order of the files, whatever was asked for.
-        for row in sorted(range(len(places)), key=lambda row: places[row]):
+        checks = [
             self._read(places[row], self._forms, [column.part(row) for column in columns])
+            for row in sorted(range(len(places)), key=lambda row: places[row])
+        ]
+        _await(checks)
         return as_table(self.origin, self._ids.take(pa.array(places, pa.int64())), columns)
 
     def stored(self, sample: str) -> StoredSample:
@@ -116,7 +125,7 @@ class CacheReader:
         """
         place = self._place(sample)
         parts = [np.empty(self._sizes[place, held], np.uint8) for held in self._wanted]
-        self._read(place, ["bf16"] * len(parts), parts)
+        _await([self._read(place, ["bf16"] * len(parts), parts)])
         ids, mask, *states = parts
         names = [self._names[held] for held in self._wanted[2:]]
         tokens = int(self.lengths[place])
@@ -156,18 +165,24 @@ class CacheReader:
         while self._open:
             self._open.popitem()[1].close()
 
+    def __del__(self) -> None:
+        # A reader whose making failed has none.
+        if (checker := getattr(self, "_checker", None)) is not None:
+            checker.shutdown(wait=False)
+
     def _place(self, sample: str) -> int:
         if sample not in self._places:
             raise InputError(f"the cache {self.address} does not hold the sample {sample}")
         return self._places[sample]
 
-    def _read(self, place: int, forms: Sequence[Form], parts: Sequence[NDArray[np.uint8]]) -> None:
-        """One sample's wanted values into `parts`, each freed from its form."""
+    def _read(self, place: int, forms: Sequence[Form], parts: Sequence[NDArray[np.uint8]]) -> list[Future[None]]:
+        """One sample's wanted values into `parts`, each freed from its form; returns checks that are still running."""
         with self._lock:
-            self._read_locked(place, forms, parts)
+            return self._read_locked(place, forms, parts)
 
-    def _read_locked(self, place: int, forms: Sequence[Form], parts: Sequence[NDArray[np.uint8]]) -> None:
+    def _read_locked(self, place: int, forms: Sequence[Form], parts: Sequence[NDArray[np.uint8]]) -> list[Future[None]]:
         source = self._source(int(self._shard[place]))
+        checks: list[Future[None]] = []
         for span in self._spans(place):
             # A local read goes straight to its place in the table.
             direct = len(span.columns) == 1 and forms[span.columns[0]] == "bf16"
@@ -182,9 +197,14 @@ class CacheReader:
                 held = self._wanted[column]
                 start = self._offsets[place, held] - span.start
                 stored = data[start : start + self._sizes[place, held]]
-                self._compare(place, held, stored)
                 if not direct:
+                    self._compare(place, held, stored)
                     self._undo(place, held, forms[column], stored, parts[column])
+                elif self._checker is None or self._unchecked is None or len(stored) < _CHECKED_BESIDE:
+                    self._compare(place, held, stored)
+                elif self._unchecked[place, held]:
+                    checks.append(self._checker.submit(self._compare, place, held, stored))
+        return checks
 
     def _compare(self, place: int, held: int, stored: NDArray[np.uint8]) -> None:
         if self._unchecked is not None and self._unchecked[place, held]:
@@ -268,6 +288,12 @@ class CacheReader:
             f"{file}, row {row} (sample {self._ids[place].as_py()}): {what}: the file is damaged; "
             "`dspark cache verify` checks the others"
         )
+
+
+def _await(checks: Sequence[Sequence[Future[None]]]) -> None:
+    """Returns when all have passed; raises what the first one found."""
+    for check in chain.from_iterable(checks):
+        check.result()
 
 
 def _matrix(ledger: pa.Table, name: str, width: int) -> NDArray[np.int64]:

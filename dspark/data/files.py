@@ -54,6 +54,8 @@ def numbered(files: Sequence[Path]) -> Iterator[tuple[int, Any]]:
 
 
 def _rows_of(file: Path) -> Iterator[tuple[int, Any]]:
+    if file.suffix == ".gz" and file.stat().st_size == 0:
+        raise EOFError("it has no bytes, not even those of an empty archive")
     with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
         if file.suffix == ".parquet":
             yield from enumerate(_parquet_rows(file, file), start=1)

@@ -9,7 +9,7 @@ files. With the codec `plain` a shard is the contract's own table, readable by a
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -74,7 +74,10 @@ def write_shard(task: ShardTask, index: int, planned: Sequence[str], tables: Ite
     Raises:
         InputError: a table's origin is not the cache's (names the field), a value cannot be stored, the disk is full.
     """
-    return copy_shard(task, index, planned, _packed(task, tables))
+    with new_shard(task, index, planned) as shard:
+        for table in tables:
+            shard.add(table)
+    return shard.record
 
 
 def is_written(task: ShardTask, index: int) -> bool:
@@ -85,27 +88,45 @@ def is_written(task: ShardTask, index: int) -> bool:
 
 def copy_shard(task: ShardTask, index: int, planned: Sequence[str], samples: Iterable[StoredSample]) -> ShardRecord:
     """`write_shard` of samples that are already in the form in which the cache stores them."""
+    with new_shard(task, index, planned) as shard:
+        for sample in samples:
+            shard.add_stored(sample)
+    return shard.record
+
+
+@contextmanager
+def new_shard(task: ShardTask, index: int, planned: Sequence[str]) -> Iterator["NewShard"]:
+    """A shard to be filled; at the end it is there, with its part of the ledger, or after an error nothing of it is.
+
+    For whoever has something to say between two tables; errors as in `write_shard`.
+    """
     folder = Folder(task.folder)
     with folder.create(shard_file(index)) as sink:
-        rows, distortion = _Rows(task, sink).write(samples)
+        shard = NewShard(task, sink)
+        try:
+            yield shard
+        except BaseException:
+            # Closing a writer that has failed fails too, with another error than the first.
+            with suppress(Exception):
+                shard.close()
+            raise
+        rows = shard.close()
     found = rows.column("sample_id").to_pylist()
     known = set(found)
     assert len(known) == len(found) and known <= set(planned), f"shard {index} was given samples that are not its own"
     skipped = tuple(sample for sample in planned if sample not in known)
-    record = ShardRecord(index, sink.size, sink.crc32, rows, skipped, distortion)
-    folder.write(record_file(index), record_bytes(record))
-    return record
+    shard.record = ShardRecord(index, sink.size, sink.crc32, rows, skipped, shard.distortion)
+    folder.write(record_file(index), record_bytes(shard.record))
 
 
-def _packed(task: ShardTask, tables: Iterable[pa.Table]) -> Iterator[StoredSample]:
-    """The samples of captured tables as they go to disk."""
-    for table in tables:
-        found = origin_of(table.schema)
-        # What a target gave is exact, whatever the cache will lose of it.
-        given = replace(found, codec=task.origin.codec) if found.codec == Codec().in_origin else found
-        check_same_origin(given, task.origin, "a captured table")
-        for row in range(table.num_rows):
-            yield _packed_row(task, table, row)
+def _packed(task: ShardTask, table: pa.Table) -> Iterator[StoredSample]:
+    """The samples of a captured table as they go to disk."""
+    found = origin_of(table.schema)
+    # What a target gave is exact, whatever the cache will lose of it.
+    given = replace(found, codec=task.origin.codec) if found.codec == Codec().in_origin else found
+    check_same_origin(given, task.origin, "a captured table")
+    for row in range(table.num_rows):
+        yield _packed_row(task, table, row)
 
 
 def _packed_row(task: ShardTask, table: pa.Table, row: int) -> StoredSample:
@@ -130,41 +151,49 @@ def _packed_row(task: ShardTask, table: pa.Table, row: int) -> StoredSample:
     return StoredSample(sample, ids, table.column("loss_mask")[row].as_buffer(), values, distortion)
 
 
-class _Rows:
-    """Writes samples to a sink, one row group each."""
+class NewShard:
+    """Writes samples to a sink, one row group each. `record` is there once the shard is."""
+
+    record: ShardRecord
 
     def __init__(self, task: ShardTask, sink: Sink) -> None:
-        self._sink = sink
+        self._task, self._sink = task, sink
         self._schema = shard_schema(task.origin, task.codec)
         self._columns = value_columns(task.origin.taps)
         self._ids: list[str] = []
         self._lengths: list[int] = []
         self._sizes: list[list[int]] = []
         self._crcs: list[list[int]] = []
-        self._distortion: dict[str, Distortion] = {}
-
-    def write(self, samples: Iterable[StoredSample]) -> tuple[pa.Table, dict[str, Distortion]]:
-        """The ledger rows of all that was written, and the errors of lossy taps."""
-        metadata: list[Any] = []
-        writer = pq.ParquetWriter(
-            pa.PythonFile(self._sink, mode="w"),
+        self.distortion: dict[str, Distortion] = {}
+        self._metadata: list[Any] = []
+        self._writer = pq.ParquetWriter(
+            pa.PythonFile(sink, mode="w"),
             self._schema,
             compression="none",
             use_dictionary=False,
             write_statistics=False,
             data_page_size=_LARGEST_VALUE,
-            metadata_collector=metadata,
+            metadata_collector=self._metadata,
         )
-        try:
-            for sample in samples:
-                writer.write_table(self._row(sample), row_group_size=1)
-        except BaseException:
-            # Closing a writer that has failed fails too, with another error than the first.
-            with suppress(Exception):
-                writer.close()
-            raise
-        writer.close()
-        return self._ledger(metadata[0]), self._distortion
+
+    @property
+    def bytes(self) -> int:
+        """Written so far."""
+        return self._sink.size
+
+    def add(self, table: pa.Table) -> None:
+        """Writes the samples of a captured table."""
+        for sample in _packed(self._task, table):
+            self.add_stored(sample)
+
+    def add_stored(self, sample: StoredSample) -> None:
+        """Writes a sample that is in its stored form."""
+        self._writer.write_table(self._row(sample), row_group_size=1)
+
+    def close(self) -> pa.Table:
+        """Ends the file; the ledger rows of all that was written."""
+        self._writer.close()
+        return self._ledger(self._metadata[0])
 
     def _row(self, sample: StoredSample) -> pa.Table:
         """One sample as a table, counted in the ledger."""
@@ -176,7 +205,7 @@ class _Rows:
         self._sizes.append([value.size for value in stored])
         self._crcs.append([zlib.crc32(value) for value in stored])
         for column, found in sample.distortion.items():
-            self._distortion[column] = self._distortion.get(column, Distortion()) + found
+            self.distortion[column] = self.distortion.get(column, Distortion()) + found
         arrays = [
             pa.array([sample.sample_id], pa.string()),
             pa.array([ids], pa.list_(pa.int32())),

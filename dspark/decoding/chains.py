@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dspark.decoding.kv import context_store
+from dspark.decoding.kv import by_position, context_store
 from dspark.decoding.proposer import Proposal
 from dspark.decoding.sampling import Sampler
-from dspark.model.attention import KeyValues, Sight, nothing
+from dspark.model.attention import Sight
 from dspark.model.eagle3 import Eagle3Drafter
 from dspark.model.vocabulary import Vocabulary
 
@@ -39,7 +39,7 @@ class ChainProposer:
         feature_NH = self.drafter.features(taps_NLH)
         joined_N2H = self.drafter.join(feature_NH, self.vocabulary.embed(following_N))
         new = self.drafter.key_values(joined_N2H[None], positions_N[None])
-        self.store.write(0, rows_N[None], positions_N[None], _by_position(new))
+        self.store.write(0, rows_N[None], positions_N[None], by_position(new))
         last_N = torch.ones_like(rows_N, dtype=torch.bool)
         last_N[:-1] = rows_N[1:] != rows_N[:-1]
         self.last_RH[rows_N[last_N]] = feature_NH[last_N]
@@ -48,17 +48,16 @@ class ChainProposer:
         """Drafts the `slots` tokens that follow each row's anchor, all of whose earlier positions were observed."""
         count, longest = len(anchors), max(anchors)
         first_R1 = torch.tensor(anchors, device=anchor_ids_R.device)[:, None] - 1
-        rows_R = torch.arange(count, device=anchor_ids_R.device)
+        rows_R1 = torch.arange(count, device=anchor_ids_R.device)[:, None]
         state_R1H, token_R, tokens = self.last_RH[:count, None], anchor_ids_R, []
         for slot in range(slots):
             positions_R1 = first_R1 + slot
             joined_R12H = self.drafter.join(state_R1H, self.vocabulary.embed(token_R[:, None]))
-            if slot:
-                new = self.drafter.key_values(joined_R12H, positions_R1)
-                self.store.write(0, rows_R[:, None], positions_R1, _by_position(new))
-            seen = self.store.view(0, 0, count, longest + slot)
-            sight = Sight(torch.zeros_like(positions_R1), positions_R1 + 1)
-            state_R1H = self.drafter(state_R1H, joined_R12H, positions_R1, seen, nothing(seen), sight)
+            # The row of slot 0 was observed; writing it again as the others changes nothing.
+            new = self.drafter.key_values(joined_R12H, positions_R1)
+            (context,) = self.store.rooms(rows_R1, positions_R1, longest + slot)
+            sight = Sight(torch.zeros_like(positions_R1), positions_R1)
+            state_R1H = self.drafter(state_R1H, joined_R12H, positions_R1, context, new, sight)
             logits_RD = self.vocabulary.draft_logits(self.drafter.norm(state_R1H)[:, 0]).float()
             token_R = sampler.choose(logits_RD, slot, self.vocabulary)
             tokens.append(token_R)
@@ -68,7 +67,3 @@ class ChainProposer:
         """Copies a row of `length` observed positions over another."""
         self.store.move(source, to, length)
         self.last_RH[to] = self.last_RH[source]
-
-
-def _by_position(new: KeyValues) -> KeyValues:
-    return KeyValues(new.keys.transpose(1, 2), new.values.transpose(1, 2))

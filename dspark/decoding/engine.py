@@ -1,12 +1,12 @@
 """The decoding engine: many requests at once, speculative with a drafter, plain without one.
 
-queue --prefill--> active rows --draft--> proposals --one target pass over all rows--> accepted drafts + one token
-          ^                                                                                   |
-          +---- a slot is free when a stop id or the cap ends its request <---- commit -------+
+queue --prefill--> active rows --draft, policy--> proposals --one target pass over all rows--> accepted drafts + one
+          ^                                                                                           |        token
+          +---- a slot is free when a stop id or the cap ends its request <------- commit ------------+
 
 Active rows fill the slots 0..n-1, so that every pass works on views of the stores. The target's states are known up to
 each row's anchor, its last committed token; a round computes the anchor and the drafts behind it.
-Shape suffixes: R active rows, P prompt positions, Q = drafts + 1 positions of a round, K drafts, N single positions.
+Shape suffixes: R active rows, P prompt positions, K drafts, Q = most proposed drafts of a row + 1, N single positions.
 """
 
 import time
@@ -21,14 +21,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dspark.decoding.chains import ChainProposer
-from dspark.decoding.kv import Aim, AimedCache, target_store
+from dspark.decoding.kv import Aim, AimedCache, PackedAim, target_store
+from dspark.decoding.policies import WHOLE_BLOCK, Fixed, Policy, admitted, calibrated, check_policy
 from dspark.decoding.proposer import Proposal, Proposer
-from dspark.decoding.rounds import Generation, Progress, Request, Round
+from dspark.decoding.rounds import Drafts, Generation, Progress, Request, Round
 from dspark.decoding.sampling import Sampler, Sampling
 from dspark.errors import InputError
 from dspark.model.drafter import Drafter
 from dspark.model.kinds import AnyDrafter
 from dspark.model.vocabulary import Vocabulary
+from dspark.packed import Packed
 from dspark.target import Target, TargetStates
 
 __all__ = ["Engine", "Generation", "Request", "Round", "Sampling", "Seconds"]
@@ -51,16 +53,32 @@ class Seconds:
 class Engine:
     """Decodes requests with one target and at most one drafter, `batch` at a time, each up to `max_length` tokens.
 
-    At temperature 0 the tokens are those of plain decoding whatever the batch (exactly in fp32, where no two logits are
-    closer than rounding); above 0 they have the target's law and depend on seed and request id alone.
+    At temperature 0 the tokens are those of plain decoding whatever batch and policy (exactly in fp32, where no two
+    logits are closer than rounding). Above 0 they have the target's law and depend on seed and request id alone, unless
+    the policy is a schedule, whose lengths depend on the requests that share the batch.
     """
 
-    def __init__(self, target: Target, drafter: AnyDrafter | None, batch: int, max_length: int) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: AnyDrafter | None,
+        batch: int,
+        max_length: int,
+        policy: Policy = WHOLE_BLOCK,
+        temperatures: tuple[float, ...] | None = None,
+    ) -> None:
         """
+        Args:
+            policy: how many drafts of each request are verified in a round.
+            temperatures: calibration of the confidences, one per slot of the block; None: as the head gives them.
+
         Raises:
-            InputError: lengths or sizes that target and drafter cannot serve.
+            InputError: lengths or sizes that target and drafter cannot serve, or a policy that the drafter cannot.
         """
         _check(target, drafter, batch, max_length)
+        confident = isinstance(drafter, Drafter) and drafter.confidence_head is not None
+        check_policy(policy, temperatures, drafter.config.block if drafter is not None else None, confident)
+        self.policy, self.temperatures = policy, temperatures
         self.target, self.batch, self.max_length = target, batch, max_length
         self.store = target_store(target.config, batch, target.device, target.dtype)
         self.proposer = None if drafter is None else _proposer(drafter, target.vocabulary, batch)
@@ -165,7 +183,8 @@ class Engine:
             for row, token in zip(rows, verdict.following.tolist(), strict=True):
                 row.begin(token)
             if self.proposer:
-                self._observe(states, dict(enumerate(rows)), [0] * len(rows), first)
+                firsts = [place * ids_RP.shape[1] for place in range(len(rows))]
+                self._observe(states.taps.flatten(0, 1), dict(enumerate(rows)), [0] * len(rows), firsts, first)
         self._settle()
 
     @torch.inference_mode()
@@ -174,63 +193,73 @@ class Engine:
         with self._timed("total"):
             device = self.target.device
             anchors = [row.anchor for row in rows]
-            anchor_ids_R = torch.tensor([row.tokens[-1] for row in rows], device=device)
             sampler = Sampler([row.place for row in rows], device)
-            proposed = [self._slots(row) for row in rows]
-            proposal = Proposal(anchor_ids_R.new_empty(len(rows), 0), None)
-            if self.proposer and max(proposed):
+            drafted = [self._slots(row) for row in rows]
+            proposal = Proposal(torch.empty(len(rows), 0, dtype=torch.int64, device=device), None)
+            if self.proposer and max(drafted):
                 with self._timed("draft"):
-                    proposal = self.proposer.propose(anchor_ids_R, anchors, max(proposed), sampler)
+                    last_R = torch.tensor([row.tokens[-1] for row in rows], device=device)
+                    proposal = self.proposer.propose(last_R, anchors, max(drafted), sampler)
+            drafts = self._drafts(proposal, drafted)
+            proposed = admitted(self.policy, drafted, [one.confidences for one in drafts])
+            packed = Packed(anchors, [1 + count for count in proposed], device)
             with self._timed("verify"):
-                states, logits_RQV = self._verify(torch.cat((anchor_ids_R[:, None], proposal.tokens_RK), 1), anchors)
-            verdict = sampler.judge(logits_RQV, proposal.tokens_RK, proposed)
-            self._commit(rows, proposal, proposed, verdict.accepted.tolist(), verdict.following.tolist())
+                states, logits_RQV = self._verify(rows, drafts, proposed, packed)
+            verdict = sampler.judge(logits_RQV, proposal.tokens_RK[:, : max(proposed)], proposed)
+            accepted, following = verdict.accepted.tolist(), verdict.following.tolist()
+            for slot, row in enumerate(rows):
+                row.commit(drafts[slot], proposed[slot], accepted[slot], following[slot])
             going = {slot: row for slot, row in enumerate(rows) if row.finish is None}
             if self.proposer and going:
                 with self._timed("draft"):
-                    self._observe(states, going, [anchors[slot] for slot in going], 0)
+                    starts, firsts = ([of[slot] for slot in going] for of in (anchors, packed.firsts))
+                    self._observe(states.taps[0], going, starts, firsts, 0)
         self._settle()
 
     def _slots(self, row: Progress) -> int:
-        """Draft tokens worth proposing: the target's own token comes on top, and the drafter's positions end."""
+        """Draft tokens worth making: the target's own token comes on top, and the drafter's positions end."""
         if self.proposer is None:
             return 0
         config = self.proposer.drafter.config
-        return min(config.block, row.room - 1) if row.anchor + config.block <= config.max_positions else 0
+        most = self.policy.slots if isinstance(self.policy, Fixed) and self.policy.slots else config.block
+        return min(most, row.room - 1) if row.anchor + config.block <= config.max_positions else 0
 
-    def _verify(self, ids_RQ: Tensor, anchors: Sequence[int]) -> tuple[TargetStates, Tensor]:
-        """Target states and logits [R, Q, V] of each row's anchor and drafts."""
-        width = ids_RQ.shape[1]
-        positions_RQ = torch.tensor(anchors, device=ids_RQ.device)[:, None] + torch.arange(width, device=ids_RQ.device)
-        aim = Aim(0, positions_RQ, max(anchors) + width)
-        states = self.target.states(ids_RQ, self.taps, positions_RQ, aim.visible(), AimedCache(self.store, aim))
-        return states, self.target.vocabulary.logits(states.final)
+    def _drafts(self, proposal: Proposal, drafted: Sequence[int]) -> list[Drafts]:
+        """The drafts of each row on the host; a row with little room left has no use for all that the pass made."""
+        logits: list[list[float]] = [[] for _ in drafted]
+        confidences = logits
+        if proposal.confidence_RK is not None:
+            logits = proposal.confidence_RK.tolist()
+            confidences = calibrated(proposal.confidence_RK, self.temperatures).tolist()
+        parts = zip(proposal.tokens_RK.tolist(), confidences, logits, drafted, strict=True)
+        return [Drafts(*(part[:count] for part in row)) for *row, count in parts]
 
-    def _commit(
-        self,
-        rows: Sequence[Progress],
-        proposal: Proposal,
-        proposed: Sequence[int],
-        accepted: Sequence[int],
-        following: Sequence[int],
+    def _verify(
+        self, rows: Sequence[Progress], drafts: Sequence[Drafts], proposed: Sequence[int], packed: Packed
+    ) -> tuple[TargetStates, Tensor]:
+        """States [1, N] of each row's anchor and proposed drafts, and their logits [R, Q, V], a view if Q is common."""
+        parts = zip(rows, drafts, proposed, strict=True)
+        ids = [token for row, made, count in parts for token in (row.tokens[-1], *made.tokens[:count])]
+        ids_1N = torch.tensor([ids], device=self.target.device)
+        cache = AimedCache(self.store, PackedAim(packed))
+        states = self.target.states(ids_1N, self.taps, cache=cache, packed=packed)
+        return states, packed.by_row(self.target.vocabulary.logits(states.final[0]))
+
+    def _observe(
+        self, taps_NLH: Tensor, rows: Mapping[int, Progress], starts: Sequence[int], firsts: Sequence[int], slot: int
     ) -> None:
-        drafts = proposal.tokens_RK.tolist()
-        confidences = proposal.confidences_RK.tolist() if proposal.confidences_RK is not None else [()] * len(rows)
-        for slot, row in enumerate(rows):
-            count = proposed[slot]
-            row.commit(drafts[slot][:count], accepted[slot], following[slot], confidences[slot][:count])
+        """Hands the drafter the taps of a pass for rows by their place in it, from `starts` to below the anchor.
 
-    def _observe(self, states: TargetStates, rows: Mapping[int, Progress], starts: Sequence[int], first: int) -> None:
-        """Hands the drafter the states of a pass, of rows by their place in it, from `starts` to below the anchor."""
+        A row's taps stand together from `firsts` on, and it has the place `slot` + its place in the pass in the store.
+        """
         assert self.proposer is not None
-        device = states.taps.device
         indices = [
-            (place, column, start + column, token)
-            for (place, row), start in zip(rows.items(), starts, strict=True)
+            (place + slot, first + column, start + column, token)
+            for (place, row), start, first in zip(rows.items(), starts, firsts, strict=True)
             for column, token in enumerate(row.text(start + 1, row.anchor + 1))
         ]
-        places_N, columns_N, positions_N, following_N = torch.tensor(indices, device=device).unbind(1)
-        self.proposer.observe(places_N + first, positions_N, states.taps[places_N, columns_N], following_N)
+        rows_N, columns_N, positions_N, following_N = torch.tensor(indices, device=taps_NLH.device).unbind(1)
+        self.proposer.observe(rows_N, positions_N, taps_NLH[columns_N], following_N)
 
     def _retire(self, active: list[Progress]) -> None:
         """Frees the slots of finished rows; the last row moves into a gap, so that active rows stay together."""
@@ -269,6 +298,11 @@ def _proposer(drafter: AnyDrafter, vocabulary: Vocabulary, rows: int) -> Propose
 def _check(target: Target, drafter: AnyDrafter | None, batch: int, max_length: int) -> None:
     if batch < 1 or max_length < 2:
         raise InputError(f"batch={batch} and max_length={max_length}: needed are at least 1 row and 2 tokens")
+    if len(target.computed_on) > 1:
+        raise InputError(
+            f"the target's layers are computed on {', '.join(sorted(target.computed_on))}: decoding keeps its keys and "
+            "values on one device, load the target without target.device_map or with one that names one GPU"
+        )
     limit = target.config.max_position_embeddings
     if max_length > limit:
         raise InputError(f"max_length={max_length} is beyond the target's {limit} positions: lower it")

@@ -14,12 +14,18 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from dspark.model.attention import KeyValues
+from dspark.model.attention import KeyValues, Room
 from dspark.model.config import DraftConfig
 from dspark.model.families import head_shape
+from dspark.packed import Packed
 
 # Widths are multiples of this, so that requests of similar length share one allocation.
 _GRAIN = 64
+
+
+def by_position(new: KeyValues) -> KeyValues:
+    """Keys and values [..., G, positions, D] as a store takes them, [..., positions, G, D]."""
+    return KeyValues(new.keys.transpose(-3, -2), new.values.transpose(-3, -2))
 
 
 class Store:
@@ -59,6 +65,17 @@ class Store:
         keys, values = self.layers[layer]
         return KeyValues(keys[first : first + count, :, :length], values[first : first + count, :, :length])
 
+    def rooms(self, rows_R1: Tensor, positions_RQ: Tensor, length: int) -> list[Room]:
+        """All layers for a pass of a drafter over the store's first rows, whose own keys belong at these positions."""
+
+        def room(layer: int) -> Room:
+            return Room(
+                self.view(layer, 0, len(rows_R1), length),
+                lambda own: self.write(layer, rows_R1, positions_RQ, by_position(own)),
+            )
+
+        return [room(layer) for layer in range(len(self.layers))]
+
     def move(self, source: int, to: int, length: int) -> None:
         """Copies the first `length` positions of a row over another: when a request ends, never for a round."""
         for keys, values in self.layers:
@@ -90,13 +107,23 @@ class Aim:
     """
 
     def __init__(self, first: int, positions_BQ: Tensor, length: int) -> None:
-        self.first, self.positions_BQ, self.length = first, positions_BQ, length
-        self.rows_B1 = torch.arange(first, first + len(positions_BQ), device=positions_BQ.device)[:, None]
+        self.first, self.count = first, len(positions_BQ)
+        self.positions_BQ, self.length = positions_BQ, length
+        self.rows_BQ = torch.arange(first, first + self.count, device=positions_BQ.device)[:, None]
 
     def visible(self) -> Tensor:
         """Mask bool [B, 1, Q, L]: each query sees its row up to its own position, so nothing that is stale."""
         columns_L = torch.arange(self.length, device=self.positions_BQ.device)
         return (columns_L <= self.positions_BQ[..., None]).unsqueeze(1)
+
+
+class PackedAim(Aim):
+    """The aim of a pass over the store's first rows, whose tokens are packed as one: B = 1."""
+
+    def __init__(self, packed: Packed) -> None:
+        self.first, self.count = 0, packed.rows
+        self.positions_BQ, self.length = packed.positions_N[None], packed.length
+        self.rows_BQ = packed.rows_N[None]
 
 
 class AimedCache(Cache):
@@ -116,9 +143,9 @@ class _AimedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Writes [B, G, Q, D] where the forward aims and returns what it may look at, views [B, G, L, D]."""
         aim = self.aim
-        new = KeyValues(key_states.transpose(1, 2), value_states.transpose(1, 2))
-        self.store.write(self.number, aim.rows_B1, aim.positions_BQ, new)
-        return self.store.view(self.number, aim.first, len(aim.positions_BQ), aim.length)
+        new = by_position(KeyValues(key_states, value_states))
+        self.store.write(self.number, aim.rows_BQ, aim.positions_BQ, new)
+        return self.store.view(self.number, aim.first, aim.count, aim.length)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.aim.length, 0

@@ -22,10 +22,10 @@ from dspark.model.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Proposal:
-    """Draft tokens [R, slots], and for each the probability that it is accepted if those before it are."""
+    """Draft tokens [R, slots], and for each the logit that it is accepted if those before it are, in fp32."""
 
     tokens_RK: Tensor
-    confidences_RK: Tensor | None
+    confidence_RK: Tensor | None
 
 
 class Proposer:
@@ -65,7 +65,7 @@ class Proposer:
                 embedded.append(e_Rr)
             previous_R = sampler.choose(logits_RD, slot, self.vocabulary)
             tokens.append(previous_R)
-        return Proposal(torch.stack(tokens, dim=1), self._confidences(states_RKH, embedded))
+        return Proposal(torch.stack(tokens, dim=1), self._confidence(states_RKH, embedded))
 
     def _states(self, anchor_ids_R: Tensor, anchors: Sequence[int]) -> Tensor:
         """Normed states [R, K, H] of whole blocks: slots see each other, so all K run however few are used."""
@@ -73,16 +73,17 @@ class Proposer:
         anchors_R1 = torch.tensor(anchors, device=device)[:, None]
         ids_RK = torch.full((len(anchors), config.block), config.mask_token_id, device=device)
         ids_RK[:, 0] = anchor_ids_R
-        length = max(anchors)
-        context = [self.store.view(number, 0, len(anchors), length) for number in range(config.layers)]
+        # The block's own keys stand at its positions, where no feature is yet, until a later round writes over them.
         positions_RK = anchors_R1 + torch.arange(config.block, device=device)
+        rows_R1 = torch.arange(len(anchors), device=device)[:, None]
+        context = self.store.rooms(rows_R1, positions_RK, max(anchors) + config.block)
         below = Sight(torch.zeros_like(anchors_R1), anchors_R1)
         states_RKH: Tensor = self.drafter(self.vocabulary.embed(ids_RK), positions_RK, context, below)
         return states_RKH
 
-    def _confidences(self, states_RKH: Tensor, embedded: list[Tensor]) -> Tensor | None:
+    def _confidence(self, states_RKH: Tensor, embedded: list[Tensor]) -> Tensor | None:
         head = self.drafter.confidence_head
         if head is None:
             return None
         logits_RK: Tensor = head(states_RKH, torch.stack(embedded, dim=1) if embedded else None)
-        return logits_RK.float().sigmoid()
+        return logits_RK.float()

@@ -6,7 +6,7 @@ of the target's own, until a stop id or the cap ends the text: kept tokens of al
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dspark.decoding.sampling import Place, Sampling
 
@@ -25,10 +25,20 @@ class Request:
 class Round:
     """One propose, verify, commit of one request."""
 
-    proposed: int  # draft tokens offered for verification
+    proposed: int  # draft tokens offered for verification, the first ones of those drafted
     accepted: int  # of these accepted by the target's test
     kept: int  # tokens kept from this round: accepted + 1, fewer when a stop id ends it
-    confidences: tuple[float, ...]  # sigmoid of the confidence logits of the proposed slots; () without the head
+    confidences: tuple[float, ...]  # of all drafted slots, after calibration if there is one; () without the head
+    logits: tuple[float, ...]  # of the confidence head for the same slots, before calibration
+    drafted: int  # draft tokens made; a policy may offer fewer of them
+
+
+class Drafts(NamedTuple):
+    """What a drafter made for one request in one round; confidences and their logits are empty without their head."""
+
+    tokens: Sequence[int]
+    confidences: Sequence[float]
+    logits: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -79,10 +89,12 @@ class Progress:
         """Commits the first token, which the prefill gave."""
         self._commit([token], accepted=0)
 
-    def commit(self, drafts: Sequence[int], accepted: int, following: int, confidences: Sequence[float]) -> None:
-        """Commits a round: the accepted ones of its proposed `drafts`, then the target's token."""
-        kept = self._commit([*drafts[:accepted], following], accepted)
-        self.rounds.append(Round(len(drafts), accepted, kept, tuple(confidences)))
+    def commit(self, drafts: Drafts, proposed: int, accepted: int, following: int) -> None:
+        """Commits a round: the accepted ones of its `proposed` first drafts, then the target's token."""
+        kept = self._commit([*drafts.tokens[:accepted], following], accepted)
+        self.rounds.append(
+            Round(proposed, accepted, kept, tuple(drafts.confidences), tuple(drafts.logits), len(drafts.tokens))
+        )
 
     def generation(self) -> Generation:
         """The result of a finished request."""

@@ -181,7 +181,14 @@ def _figure(theme: Theme, rows: int = 0) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(SIZE_IN[0], height), dpi=DPI, facecolor=theme.background,
                     layout=ConstrainedLayoutEngine(w_pad=0.16, h_pad=0.14))  # fmt: skip
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(facecolor=theme.background)
+    axes = figure.add_subplot()
+    _style(axes, theme)
+    return figure, axes
+
+
+def _style(axes: Axes, theme: Theme) -> None:
+    """A panel without a frame, in the theme's colours."""
+    axes.set_facecolor(theme.background)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(theme.grid)
@@ -190,7 +197,6 @@ def _figure(theme: Theme, rows: int = 0) -> tuple[Figure, Axes]:
     axes.tick_params(which="both", colors=theme.muted, labelsize=11, length=0, pad=6)
     axes.xaxis.label.set(color=theme.text, fontsize=12)
     axes.yaxis.label.set(color=theme.text, fontsize=12)
-    return figure, axes
 
 
 def _rows(axes: Axes, labels: Sequence[str], width: float) -> None:

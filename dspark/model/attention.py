@@ -5,7 +5,8 @@ each group (`Sight`), never a mask of all queries and keys: what a mask would hi
 
     training on a CPU             tiles of groups and columns (`dspark.model.tiles`)
     training on a CUDA device     flex attention, compiled, over a block mask that is made once per batch
-    decoding, one group per row   one call over all columns under a mask: there is little to skip
+    decoding, one group per row   one call over all columns under a mask: there is little to skip; own keys are written
+                                  into a store's `Room` behind what the group sees, so nothing is joined by a copy
 
 Shape suffixes: B batch, A groups, N heads, G key/value heads, Q queries (A groups of K slots), S context columns, E own
 keys of each group, M all keys (S, then A groups of E), D head width.
@@ -35,6 +36,16 @@ class KeyValues(NamedTuple):
 
     keys: Tensor
     values: Tensor
+
+
+class Room(NamedTuple):
+    """A context with room behind what each group sees: own keys are written there, and stay until they are overwritten.
+
+    One group per row. `write` puts keys and values [B, G, E, D] at columns limit .. limit+E-1 of their rows.
+    """
+
+    held: KeyValues  # views that show what `write` has written
+    write: Callable[[KeyValues], None]
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,16 @@ class Sight:
 
         return self._once(("mask", slots, context, own), make)
 
+    def through(self, own: int, columns: int) -> Tensor:
+        """Mask [B, 1, 1, columns] of what one group per row sees where its `own` keys stand behind its range."""
+
+        def make() -> Tensor:
+            columns_S = torch.arange(columns, device=self.starts_BA.device)
+            seen_BAS = (self.starts_BA[..., None] <= columns_S) & (columns_S < self.limits_BA[..., None] + own)
+            return seen_BAS.unsqueeze(1)
+
+        return self._once(("through", own, columns), make)
+
     def block_mask(self, slots: int, context: int, own: int) -> BlockMask:
         """The mask in the form of flex attention, over `context` columns and own keys, both padded."""
         return self._once(("block_mask", slots, context, own), lambda: _block_mask(self, slots, context, own))
@@ -84,13 +105,17 @@ def nothing(like: KeyValues) -> KeyValues:
     return KeyValues(like.keys[:, :, :0], like.values[:, :, :0])
 
 
-def attend(queries_BNQD: Tensor, context: KeyValues, own: KeyValues, sight: Sight, scale: float) -> Tensor:
+def attend(queries_BNQD: Tensor, context: KeyValues | Room, own: KeyValues, sight: Sight, scale: float) -> Tensor:
     """What queries read, [B, Q, N, D]: of the context what their group's range holds, and their group's own keys.
 
     Queries, and own keys and values [B, G, A*E, D], stand group by group. E may be 0; a group that sees nothing then
     reads zeros. Statistics of the softmax and sums are fp32 whatever the type of the inputs. Hidden columns must hold
     numbers: tiles never read a column that no group of its document sees, but the other ways multiply it by 0.
     """
+    if isinstance(context, Room):
+        context.write(own)
+        mask = sight.through(own.keys.shape[2], context.held.keys.shape[2])
+        return grouped(queries_BNQD, *context.held, mask, scale).transpose(1, 2)
     if sight.starts_BA.shape[1] == 1 and not torch.is_grad_enabled():
         return dense(queries_BNQD, context, own, sight, scale)
     if not queries_BNQD.is_cuda:
@@ -114,6 +139,18 @@ def dense(queries_BNQD: Tensor, context: KeyValues, own: KeyValues, sight: Sight
     keys, values = (torch.cat(parts, dim=2) for parts in zip(context, own, strict=True))
     mixed = F.scaled_dot_product_attention(queries_BNQD, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
     return mixed.transpose(1, 2)
+
+
+def grouped(queries_BNQD: Tensor, keys_BGMD: Tensor, values_BGMD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """What queries read, [B, N, Q, D], without a copy of the keys for each of the N / G query heads that share them.
+
+    Those heads become further queries of one. The mask is [B, 1, 1, M] for all queries, or [B, 1, N / G * Q, M].
+    """
+    heads, length = queries_BNQD.shape[1:3]
+    groups = keys_BGMD.shape[1]
+    folded = queries_BNQD.reshape(len(queries_BNQD), groups, heads // groups * length, -1)
+    mixed = F.scaled_dot_product_attention(folded, keys_BGMD, values_BGMD, attn_mask=mask, scale=scale)
+    return mixed.reshape(len(mixed), heads, length, -1)
 
 
 def fused(

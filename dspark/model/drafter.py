@@ -6,12 +6,13 @@
 Training runs A blocks per text, decoding one block per request: both through `context` and `forward`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dspark.model.attention import KeyValues, Sight
+from dspark.model.attention import KeyValues, Room, Sight
 from dspark.model.backbone import Backbone
 from dspark.model.config import DSparkConfig
 from dspark.model.heads import ConfidenceHead, MarkovHead
@@ -41,7 +42,9 @@ class Drafter(Backbone):
         rotary = self.rotary.at(positions_BS)
         return [layer.self_attn.key_values(feature_BSH, rotary) for layer in self.layers]
 
-    def forward(self, embeddings_BQH: Tensor, positions_BQ: Tensor, context: list[KeyValues], sight: Sight) -> Tensor:
+    def forward(
+        self, embeddings_BQH: Tensor, positions_BQ: Tensor, context: Sequence[KeyValues | Room], sight: Sight
+    ) -> Tensor:
         """Normed states [B, Q, H] of block positions; `sight` has the range of the context that each block sees."""
         x = embeddings_BQH
         rotary = self.rotary.at(positions_BQ)

@@ -11,7 +11,7 @@ Training runs all rows of a text through a few chained steps, decoding one row p
 import torch
 from torch import Tensor, nn
 
-from dspark.model.attention import KeyValues, Sight
+from dspark.model.attention import KeyValues, Room, Sight
 from dspark.model.backbone import Backbone
 from dspark.model.config import Eagle3Config
 from dspark.model.layers import DraftLayer, Rotary, norm_of
@@ -25,7 +25,13 @@ class Eagle3Layer(DraftLayer):
         self.hidden_norm = norm_of(config, config.hidden)
 
     def step(
-        self, feature_BQH: Tensor, joined_BQ2H: Tensor, rotary: Rotary, context: KeyValues, own: KeyValues, sight: Sight
+        self,
+        feature_BQH: Tensor,
+        joined_BQ2H: Tensor,
+        rotary: Rotary,
+        context: KeyValues | Room,
+        own: KeyValues,
+        sight: Sight,
     ) -> Tensor:
         """States [B, Q, H] of rows, from their features and from what they read."""
         return self.after_attention(feature_BQH, self.self_attn.attend(joined_BQ2H, rotary, context, own, sight))
@@ -67,7 +73,7 @@ class Eagle3Drafter(Backbone):
         feature_BQH: Tensor,
         joined_BQ2H: Tensor,
         positions_BQ: Tensor,
-        context: KeyValues,
+        context: KeyValues | Room,
         own: KeyValues,
         sight: Sight,
     ) -> Tensor:

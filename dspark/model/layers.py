@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dspark.errors import InputError
-from dspark.model.attention import KeyValues, Sight, attend
+from dspark.model.attention import KeyValues, Room, Sight, attend
 from dspark.model.config import DraftConfig
 from dspark.model.light import gated, rms_normed
 
@@ -117,10 +117,10 @@ class DraftAttention(nn.Module):
             values = _normed(values, self.norm_eps).to(values.dtype)
         return KeyValues(rotary(self.k_norm(projected).transpose(1, 2)), values.transpose(1, 2))
 
-    def forward(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues, sight: Sight) -> Tensor:
+    def forward(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues | Room, sight: Sight) -> Tensor:
         return self.attend(x_BQH, rotary, context, self.key_values(x_BQH, rotary), sight)
 
-    def attend(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues, own: KeyValues, sight: Sight) -> Tensor:
+    def attend(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues | Room, own: KeyValues, sight: Sight) -> Tensor:
         """What queries read from the context as far as they see it, and from their group's own keys."""
         queries = rotary(self.q_norm(self._heads(self.q_proj(x_BQH))).transpose(1, 2))
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
@@ -161,7 +161,7 @@ class DraftLayer(nn.Module):
             self.post_feedforward_layernorm = norm_of(config, config.hidden)
             self.register_buffer("layer_scalar", torch.ones(1))
 
-    def forward(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues, sight: Sight) -> Tensor:
+    def forward(self, x_BQH: Tensor, rotary: Rotary, context: KeyValues | Room, sight: Sight) -> Tensor:
         return self.after_attention(x_BQH, self.self_attn(self.input_layernorm(x_BQH), rotary, context, sight))
 
     def after_attention(self, x_BQH: Tensor, mixed_BQH: Tensor) -> Tensor:

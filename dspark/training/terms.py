@@ -9,10 +9,9 @@ no product is made twice. Products run over chunks of `budget` bytes; what is do
 stay in a processor's cache. Softmax, terms and sums are fp32 (fp64 for fp64 states).
 
 Shape suffixes: N slots, P columns (`dspark.training.slots`), D tokens that may be drafted, V all tokens, H hidden,
-r Markov rank; c a chunk's slots, p its columns, n a tile's slots.
+r Markov rank; c a chunk's slots, p columns of a chunk or a tile, n a tile's slots, e slots on each of its columns.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,12 +20,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dspark.model.vocabulary import Vocabulary
-from dspark.training.slots import Chunk, Slots, chunks, logit_bytes
-from dspark.training.verdicts import Tile, judge_tile
+from dspark.training.slots import Chunk, Slots, Tile, chunks, logit_bytes
+from dspark.training.verdicts import Judge, judge_tile
 from dspark.training.workspace import ALIGNED, Workspace
 
-# A tile and its temporaries fit a core's second-level cache; a GPU wants its kernels large.
-_TILE_BYTES = {"cpu": 2**19}
+# Of each thread: a tile and its temporaries fit a core's second-level cache; a GPU wants its kernels large.
+_TILE_BYTES = 2**20
 _DEVICE_TILE_BYTES = 2**27
 # Of a chunk: both distributions, the kept part of one, slope, bias, its gradient, and one in a rounded type.
 _BUFFERS = 7
@@ -80,6 +79,14 @@ def judge(hidden_NH: Tensor, bias: MarkovBias | None, judged: Judged, workspace:
     return Terms(*apply(hidden_NH, features, weight_Dr, by_column, judged, workspace, differentiate))
 
 
+class _Teacher(NamedTuple):
+    """The target at some columns."""
+
+    probs_pD: Tensor  # among the tokens that may be drafted
+    mass_p: Tensor | None  # of these, where others exist
+    best_p: Tensor  # the likeliest of all tokens
+
+
 class _Judge(torch.autograd.Function):
     """Forward makes the gradients as well; backward scales them."""
 
@@ -128,7 +135,7 @@ class _Run:
         self.ce_N, self.l1_N = (hidden_NH.new_empty(len(hidden_NH), dtype=self.dtype) for _ in range(2))
         self.greedy_N = torch.empty_like(self.ce_N, dtype=torch.bool)
         self.d_hidden_NH = torch.empty_like(hidden_NH) if differentiate else None
-        self.bias = None if bias is None else _BiasRun(bias, judged.slots, workspace, self.dtype, differentiate)
+        self.bias = None if bias is None else _BiasRun(bias, workspace, self.dtype, differentiate)
         weights_N = judged.weights_N.to(self.dtype)
         self.labels_N1, self.kept_N = None, torch.ones_like(self.greedy_N)
         if judged.labels_N is not None:
@@ -163,108 +170,126 @@ class _Run:
 
     def judge(self, chunk: Chunk) -> None:
         """Terms and gradients of a chunk's slots."""
-        judged, vocabulary = self.judged, self.judged.vocabulary
-        probs_pD, mass_p1, best_p = self._teacher(chunk)
-        best_p1, kept_p = (value[:, None] for value in vocabulary.draft_ids(best_p))
+        vocabulary, workspace = self.judged.vocabulary, self.workspace
         head_DH = vocabulary.draft_head_DH
-        logits_cD = self.workspace.product(self.hidden_NH[chunk.slots], head_DH, self.dtype)
+        teacher_pV = workspace.product(self.judged.final_PH[chunk.places], vocabulary.head_VH, self.dtype)
+        reduced_pD = None
+        if vocabulary.kept_D is not None:
+            reduced_pD = workspace.take((chunk.column_count, len(head_DH)), self.dtype)
+        logits_cD = workspace.product(self.hidden_NH[chunk.slots], head_DH, self.dtype)
         slope_cD = None
         if vocabulary.soft_cap is not None:
-            slope_cD = self.workspace.take((len(logits_cD), len(head_DH)), self.dtype)
+            slope_cD = workspace.take((chunk.slot_count, len(head_DH)), self.dtype)
             _cap(logits_cD, vocabulary.soft_cap, slope_cD)
         if self.bias is not None:
-            self.bias.begin(chunk)
-        for own in _tiles(logits_cD):
-            at = slice(chunk.slots.start + own.start, chunk.slots.start + own.stop)
-            logits_nD, row_n = logits_cD[own], judged.slots.row_N[at] - chunk.places.start
-            if self.bias is not None:
-                self.bias.add_to(logits_nD, at)
-            tile = Tile(
-                probs_nD=probs_pD.index_select(0, row_n),  # a quarter of the time of probs_pD[row_n]
-                best_n1=best_p1[row_n],
-                mass_n1=None if mass_p1 is None else mass_p1[row_n],
-                labels_n1=None if self.labels_N1 is None else self.labels_N1[at],
-                ce_n1=self.ce_N1[at],
-                l1_n1=None if self.l1_N1 is None else self.l1_N1[at],
-            )
-            self.ce_N[at], self.l1_N[at], greedy_n = judge_tile(logits_nD, tile, self.differentiate)
-            self.greedy_N[at] = greedy_n & kept_p[row_n, 0]
-            if self.bias is not None and self.differentiate:
-                self.bias.gather_from(logits_nD, at)
+            self.bias.begin(chunk, logits_cD)
+        for tile in chunk.tiles(_tile_rows(logits_cD)):
+            reduced = None if reduced_pD is None else reduced_pD[tile.places]
+            self._judge_tile(chunk, tile, logits_cD[tile.slots], self._teacher(teacher_pV[tile.places], reduced))
         if self.d_hidden_NH is not None:
             if self.bias is not None:
-                self.bias.finish()
+                self.bias.finish(chunk, logits_cD)
             if slope_cD is not None:
                 logits_cD *= slope_cD
-            torch.mm(self.workspace.rounded(logits_cD, head_DH.dtype), head_DH, out=self.d_hidden_NH[chunk.slots])
+            torch.mm(workspace.rounded(logits_cD, head_DH.dtype), head_DH, out=self.d_hidden_NH[chunk.slots])
 
-    def _teacher(self, chunk: Chunk) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The target at a chunk's columns: probabilities [p, D] among the tokens that may be drafted, the mass
-        [p, 1] of these where others exist, and the likeliest of all tokens [p]."""
+    def _judge_tile(self, chunk: Chunk, tile: Tile, logits_nD: Tensor, teacher: _Teacher) -> None:
+        """Terms of a tile's slots; their logits become gradients."""
+        at = slice(chunk.slots.start + tile.slots.start, chunk.slots.start + tile.slots.stop)
+
+        def table(values_N1: Tensor) -> Tensor:
+            return values_N1[at].view(-1, tile.each, 1)
+
+        logits_peD = logits_nD.view(-1, tile.each, logits_nD.shape[1])
+        if self.bias is not None:
+            self.bias.add_to(logits_peD, tile)
+        best_p, kept_p = self.judged.vocabulary.draft_ids(teacher.best_p)
+        judge = Judge(
+            probs_p1D=teacher.probs_pD[:, None],
+            mass_p11=None if teacher.mass_p is None else teacher.mass_p[:, None, None],
+            best_p11=best_p[:, None, None],
+            labels_pe1=None if self.labels_N1 is None else table(self.labels_N1),
+            ce_pe1=table(self.ce_N1),
+            l1_pe1=None if self.l1_N1 is None else table(self.l1_N1),
+        )
+        verdict = judge_tile(logits_peD, judge, self.differentiate)
+        self.ce_N[at], self.l1_N[at] = verdict.ce_pe.flatten(), verdict.l1_pe.flatten()
+        self.greedy_N[at] = (verdict.greedy_pe & kept_p[:, None]).flatten()
+        if self.bias is not None and self.differentiate:
+            self.bias.gather_from(logits_peD, tile)
+
+    def _teacher(self, logits_pV: Tensor, reduced_pD: Tensor | None) -> _Teacher:
+        """What the target's logits say, in their own memory or, among the tokens that may be drafted, in `reduced`."""
         vocabulary = self.judged.vocabulary
-        states_pH = self.judged.final_PH[chunk.places]
-        logits_pV = self.workspace.product(states_pH, vocabulary.head_VH, self.dtype)
         if vocabulary.soft_cap is not None:
             _cap(logits_pV, vocabulary.soft_cap)
         top_p, best_p = logits_pV.max(-1)  # faster than argmax
-        if vocabulary.kept_D is None:
-            return torch.softmax(logits_pV, -1, out=logits_pV), None, best_p
-        kept_pD = self.workspace.take((len(logits_pV), len(vocabulary.kept_D)), self.dtype)
-        torch.index_select(logits_pV, 1, vocabulary.kept_D, out=kept_pD)
+        if reduced_pD is None or vocabulary.kept_D is None:
+            return _Teacher(torch.softmax(logits_pV, -1, out=logits_pV), None, best_p)
+        torch.index_select(logits_pV, 1, vocabulary.kept_D, out=reduced_pD)
         all_p = logits_pV.sub_(top_p[:, None]).exp_().sum(-1).log() + top_p
-        mass_p = (kept_pD.logsumexp(-1) - all_p).exp()
-        return torch.softmax(kept_pD, -1, out=kept_pD), mass_p[:, None], best_p
+        mass_p = (reduced_pD.logsumexp(-1) - all_p).exp()
+        return _Teacher(torch.softmax(reduced_pD, -1, out=reduced_pD), mass_p, best_p)
 
 
 class _BiasRun:
-    """The Markov bias of a chunk's rows: of its columns, or of its slots where a slot's state has a part in it."""
+    """The Markov bias of a chunk: of its columns, or of its slots where a slot's state has a part in it.
 
-    def __init__(
-        self, bias: MarkovBias, slots: Slots, workspace: Workspace, dtype: torch.dtype, differentiate: bool
-    ) -> None:
+    That of columns has memory of its own, with its gradient; that of slots is added to the logits and its gradient is
+    theirs.
+    """
+
+    def __init__(self, bias: MarkovBias, workspace: Workspace, dtype: torch.dtype, differentiate: bool) -> None:
         self.features, self.weight_Dr, self.by_column = bias
         self.workspace, self.dtype, self.differentiate = workspace, dtype, differentiate
-        count = len(slots.row_N)
-        self.row_N = slots.row_N if self.by_column else torch.arange(count, device=slots.row_N.device)
         self.d_features = torch.empty_like(self.features) if differentiate else None
-        self.d_weight_Dr = torch.zeros_like(self.weight_Dr, dtype=dtype) if differentiate else None
+        self.d_weight_Dr: Tensor | None = None
 
     @property
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """For features and W2."""
-        return self.d_features, None if self.d_weight_Dr is None else self.d_weight_Dr.to(self.weight_Dr.dtype)
+        if not self.differentiate:
+            return None, None
+        if self.d_weight_Dr is None:
+            return self.d_features, torch.zeros_like(self.weight_Dr)
+        return self.d_features, self.d_weight_Dr.to(self.weight_Dr.dtype)
 
-    def begin(self, chunk: Chunk) -> None:
-        """The bias of the chunk's rows, and an empty gradient for it."""
-        self.own = chunk.places if self.by_column else chunk.slots
-        self.bias = self.workspace.product(self.features[self.own], self.weight_Dr, self.dtype)
+    def begin(self, chunk: Chunk, logits_cD: Tensor) -> None:
+        """The bias of the chunk's columns, or of its slots, added."""
+        if not self.by_column:
+            self.workspace.add_product(logits_cD, self.features[chunk.slots], self.weight_Dr)
+            return
+        self.bias_pD = self.workspace.product(self.features[chunk.places], self.weight_Dr, self.dtype)
         if self.differentiate:
-            shape = (len(self.bias), len(self.weight_Dr))
-            self.d_bias = self.workspace.take(shape, self.dtype).zero_()
+            self.d_bias_pD = self.workspace.take((len(self.bias_pD), len(self.weight_Dr)), self.dtype)
 
-    def add_to(self, logits_nD: Tensor, slots: slice) -> None:
-        logits_nD += self.bias.index_select(0, self.row_N[slots] - self.own.start)
+    def add_to(self, logits_peD: Tensor, tile: Tile) -> None:
+        if self.by_column:
+            logits_peD += self.bias_pD[tile.places, None]
 
-    def gather_from(self, d_logits_nD: Tensor, slots: slice) -> None:
-        self.d_bias.index_add_(0, self.row_N[slots] - self.own.start, d_logits_nD)
+    def gather_from(self, d_logits_peD: Tensor, tile: Tile) -> None:
+        if self.by_column:
+            torch.sum(d_logits_peD, 1, out=self.d_bias_pD[tile.places])
 
-    def finish(self) -> None:
+    def finish(self, chunk: Chunk, d_logits_cD: Tensor) -> None:
         """From the gradient of the bias to those of its factors."""
-        assert self.d_features is not None and self.d_weight_Dr is not None
-        d_bias = self.workspace.rounded(self.d_bias, self.weight_Dr.dtype)
-        torch.mm(d_bias, self.weight_Dr, out=self.d_features[self.own])
-        if d_bias.dtype == self.dtype:
-            self.d_weight_Dr.addmm_(d_bias.t(), self.features[self.own])
+        assert self.d_features is not None
+        own, exact = (chunk.places, self.d_bias_pD) if self.by_column else (chunk.slots, d_logits_cD)
+        d_bias = self.workspace.rounded(exact, self.weight_Dr.dtype)
+        torch.mm(d_bias, self.weight_Dr, out=self.d_features[own])
+        if self.d_weight_Dr is None:
+            self.d_weight_Dr = (d_bias.t() @ self.features[own]).to(self.dtype)
+        elif d_bias.dtype == self.dtype:
+            self.d_weight_Dr.addmm_(d_bias.t(), self.features[own])
         else:
-            self.d_weight_Dr += d_bias.t() @ self.features[self.own]
+            self.d_weight_Dr += d_bias.t() @ self.features[own]
 
 
-def _tiles(logits_cD: Tensor) -> Iterator[slice]:
-    """Stretches of a chunk's slots."""
-    size = _TILE_BYTES.get(logits_cD.device.type, _DEVICE_TILE_BYTES)
-    rows = max(1, size // max(1, logits_cD.shape[1] * logits_cD.itemsize))
-    for start in range(0, len(logits_cD), rows):
-        yield slice(start, min(start + rows, len(logits_cD)))
+def _tile_rows(logits_cD: Tensor) -> int:
+    """Slots of a tile."""
+    cpu = logits_cD.device.type == "cpu"
+    size = _TILE_BYTES * torch.get_num_threads() if cpu else _DEVICE_TILE_BYTES
+    return max(1, size // max(1, logits_cD.shape[1] * logits_cD.itemsize))
 
 
 def _cap(logits: Tensor, cap: float, slope: Tensor | None = None) -> None:

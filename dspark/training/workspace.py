@@ -57,6 +57,13 @@ class Workspace:
             return torch.mm(left, right.t(), out=found)
         return found.copy_(torch.mm(left, right.t(), out=self.borrow(shape, left.dtype)))
 
+    def add_product(self, to: Tensor, left: Tensor, right: Tensor) -> None:
+        """Adds left @ right transposed to a buffer, in the buffer's type whatever theirs is."""
+        if left.dtype == to.dtype:
+            to.addmm_(left, right.t())
+        else:
+            to += torch.mm(left, right.t(), out=self.borrow((len(left), len(right)), left.dtype))
+
     def rounded(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """The values in `dtype`, borrowed unless they are so already."""
         return values if values.dtype == dtype else self.borrow((len(values), values.shape[1]), dtype).copy_(values)

@@ -15,17 +15,22 @@ from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
 
 from dspark.capture import prove_capture
 from dspark.data.render import Sample
+from dspark.decoding.engine import Engine, Request
+from dspark.decoding.sampling import Sampling
 from dspark.errors import InputError
 from dspark.learning import DrafterSettings
 from dspark.model.config import draft_config
+from dspark.model.families import family_of
 from dspark.sections import Precision, TargetSettings
 from dspark.target import (
     Target,
     TargetStates,
+    check_one_device,
     fingerprint,
     load_config,
     load_target,
     load_vocabulary,
+    load_whole_config,
     special_tokens,
 )
 from tests.tiny import MASK_ID, tiny_target_folder
@@ -217,3 +222,67 @@ def test_special_tokens_are_all_that_the_tokenizer_marks_so_and_what_ends_a_text
     config = copy.copy(target.config)
     config.eos_token_id = [258, 7, 100_000]
     assert special_tokens(config, target.tokenizer) == {7, 256, 257, 258, 259}
+
+
+def halves(folder: Path, here: int | str, kept: int | str) -> dict[str, int | str]:
+    """A device map that keeps embedding, head and every other layer in `kept`."""
+    decoder = family_of(load_whole_config(TargetSettings(model=str(folder), dtype="fp32"))).decoder
+    layers = {f"{decoder}.layers.{layer}": (here, kept)[layer % 2] for layer in range(6)}
+    return {
+        f"{decoder}.embed_tokens": kept,
+        "lm_head": kept,
+        f"{decoder}.norm": here,
+        f"{decoder}.rotary_emb": here,
+    } | layers
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_target_whose_layers_wait_on_disk_gives_the_same_bits(name: str, tmp_path: Path) -> None:
+    folder = tiny_target_folder(tmp_path / name, name)
+    whole = load_target(TargetSettings(model=str(folder), dtype="fp32"), CPU)
+    dealt = load_target(TargetSettings(model=str(folder), dtype="fp32", device_map=halves(folder, "cpu", "disk")))
+    assert any(weight.is_meta for weight in dealt.model.parameters()) and dealt.computed_on == {"cpu"}
+    ids = tokens(2, 9)
+    found, expected = dealt.states(ids, TAPS), whole.states(ids, TAPS)
+    assert torch.equal(found.taps, expected.taps) and torch.equal(found.final, expected.final)
+    assert torch.equal(dealt.vocabulary.logits(found.final), whole.vocabulary.logits(expected.final))
+    sample = Sample("a", "a", None, ids[0].numpy().astype(np.int32), np.ones(9, dtype=np.uint8))
+    prove_capture(dealt, sample, TAPS)
+    request = Request("a", tuple(ids[0].tolist()), 6, Sampling())
+    texts = [Engine(target, None, 1, 32).generate([request])[0].tokens for target in (whole, dealt)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_target_that_is_dealt_to_gpus_and_memory_gives_the_states_of_one_device(tmp_path: Path) -> None:
+    folder = tiny_target_folder(tmp_path / "target", "qwen3")
+    whole = load_target(TargetSettings(model=str(folder), dtype="fp32"), torch.device("cuda", 0))
+    ids = tokens(2, 9).to("cuda:0")
+    expected = whole.states(ids, TAPS)
+    others: list[int | str] = ["cpu", *range(1, min(2, torch.cuda.device_count()))]
+    for other in others:
+        dealt = load_target(TargetSettings(model=str(folder), dtype="fp32", device_map=halves(folder, 0, other)))
+        found = dealt.states(ids, TAPS)
+        assert_near(found.taps.cpu(), expected.taps.cpu())
+        assert_near(dealt.vocabulary.logits(found.final).cpu(), whole.vocabulary.logits(expected.final).cpu())
+        assert len(dealt.computed_on) == (1 if other == "cpu" else 2)
+
+
+def test_a_device_map_that_cannot_be_met_is_refused(tmp_path: Path) -> None:
+    folder = str(tiny_target_folder(tmp_path / "target"))
+    with pytest.raises(InputError, match=r"says nothing of model\.embed_tokens\.weight"):
+        load_target(TargetSettings(model=folder, dtype="fp32", device_map={"model.layers.0": "cpu"}))
+    spread = TargetSettings(model=folder, device_map={"model": 0, "lm_head": 1})
+    for settings, gpus in (
+        (spread, 2.0),
+        (TargetSettings(model=folder, device_map="auto"), 2.0),
+        (TargetSettings(model=folder, device_map={"": 0}), 0.0),
+    ):
+        with pytest.raises(InputError, match=rf"evaluate\.gpus={gpus:g} does not put the target on one GPU"):
+            check_one_device(settings, gpus, "evaluate.gpus")
+    check_one_device(TargetSettings(model=folder, device_map="auto"), 1.0, "evaluate.gpus")
+    whole = load_target(TargetSettings(model=folder, dtype="fp32"), CPU)
+    whole.model.hf_device_map = {"model": 0, "lm_head": 1}
+    with pytest.raises(InputError, match="layers are computed on 0, 1"):
+        Engine(whole, None, 1, 32)

@@ -10,13 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from dspark.capture import capture as capture_here
 from dspark.config import Settings
+from dspark.data.cache import CacheWriter
 from dspark.data.cache_reader import CacheReader
 from dspark.data.plan import padded_share
 from dspark.data.rows import sample_at
 from dspark.errors import InputError
 from dspark.target import load_target
 from jobs import cli
-from jobs.capture import SKIPPED, capture
+from jobs.capture import SKIPPED, capture, finish, written_by_actors
 from jobs.capturing import plan_capture
 from jobs.config import load_settings
 from jobs.rows import prepare_rows
@@ -160,3 +161,15 @@ def test_a_folder_that_was_not_begun_is_not_resumed(
         cli.main()
     assert stopped.value.code == 2
     assert "no cache was begun there" in capsys.readouterr().err
+
+
+def test_every_forward_is_told_with_what_it_added(captured: tuple[Path, Settings], tmp_path: Path) -> None:
+    preset, _ = captured
+    work = plan_capture(load_settings(preset, [f"cache.folder={tmp_path / 'new'}", "cache.window_rows=16"]), None)
+    with CacheWriter(work.address, work.origin, work.codec, work.shard_ids, work.identity) as writer:
+        told = list(written_by_actors(work, writer, writer.unfinished()))
+        manifest = finish(work, writer)
+    assert len(work.batches) > 4 and sum(1 for news in told if news["rows"] == 0) == len(work.shards)
+    assert sorted(news["rows"] for news in told if news["rows"]) == sorted(map(len, work.batches))
+    assert sum(news["tokens"] for news in told) == manifest.tokens == sum(work.lengths)
+    assert sum(news["bytes"] for news in told) == manifest.bytes

@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from ray.cluster_utils import Cluster
 
 from dspark.data.cache_check import verify
 from dspark.data.cache_reader import CacheReader
@@ -120,6 +122,37 @@ def test_a_target_actor_that_is_killed_is_replaced_and_its_shard_is_written_agai
 
     killed(preset, folder, kill)
     finish(running[0])
+    assert_same(folder, expected)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """A head that drives, and has no room for a target; it notices within seconds that a node is dead."""
+    quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+    head = {"num_cpus": 3, "object_store_memory": 100 * 2**20, "include_dashboard": False, "_system_config": quick}
+    nodes = Cluster(initialize_head=True, head_node_args=head)
+    yield nodes
+    nodes.shutdown()
+
+
+def test_a_node_that_is_killed_takes_its_target_along_and_the_capture_goes_on_where_another_joins(
+    whole: tuple[str, Path], cluster: Cluster, tmp_path: Path
+) -> None:
+    preset, expected = whole
+    folder = tmp_path / "cache"
+    room_for_a_target: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 100 * 2**20}
+    node = cluster.add_node(**room_for_a_target)
+    running = []
+
+    def kill(run: subprocess.Popen[str]) -> None:
+        running.append(run)
+        cluster.remove_node(node, allow_graceful=False)
+
+    killed(preset, folder, kill, f"ray.address={cluster.address}", "targets.cpus=4")
+    written = len(list(folder.glob("*.ledger")))
+    cluster.add_node(**room_for_a_target)
+    finish(running[0])
+    assert 2 <= written < len(list(expected.glob("shard-*")))
     assert_same(folder, expected)
 
 

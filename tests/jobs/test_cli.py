@@ -19,6 +19,8 @@ COMMANDS = [
     "capture",
     "train",
     "evaluate",
+    "calibrate",
+    "simulate",
     "inspect",
     "generate",
     "export",
@@ -53,7 +55,7 @@ def test_every_command_has_help(command: str) -> None:
     assert f"Usage: root {command}" in result.output
 
 
-@pytest.mark.parametrize("command", ["run", "prepare", "capture", "train", "evaluate"])
+@pytest.mark.parametrize("command", ["run", "prepare", "capture", "train", "evaluate", "calibrate"])
 def test_the_help_of_a_command_on_a_preset_lists_every_setting_and_default(command: str) -> None:
     rows = [line.split() for line in CliRunner().invoke(cli.app, [command, "--help"]).output.splitlines()]
     assert ["train.weight_decay", "0.0"] in [row[:2] for row in rows]

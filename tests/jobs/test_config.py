@@ -332,3 +332,19 @@ def test_every_setting_is_described_once_with_its_default() -> None:
     assert described["loss.l1"] == "0.9"
     assert described["name"] == "(required)"
     assert described["data.roles"] == "{}"
+
+
+@pytest.mark.parametrize("key", ["output", "prepare.folder", "data.conversations", "evaluate.benchmarks"])
+def test_an_address_is_no_path(preset: Path, key: str) -> None:
+    assert f"{key}: 's3://bucket/x' is an address, needed is a path" in fault(preset, f"{key}=s3://bucket/x")
+    assert load_settings(preset, ["cache.folder=s3://bucket/x"]).cache.folder == "s3://bucket/x"
+
+
+def test_a_device_map_names_only_gpus_that_a_target_actor_books(preset: Path) -> None:
+    here = load_settings(preset, ["target.device_map={model: 0, lm_head: 1}", "targets.gpus=2"])
+    assert here.target.device_map == {"model": 0, "lm_head": 1}
+    assert load_settings(preset, ["target.device_map=auto"]).target.device_map == "auto"
+    assert "GPU 1, and an actor with targets.gpus=1" in fault(
+        preset, "target.device_map={model: 0, lm_head: 1}", "targets.gpus=1"
+    )
+    assert "target.device_map" in fault(preset, "target.device_map=everywhere")

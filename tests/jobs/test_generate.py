@@ -95,7 +95,7 @@ def test_an_eagle3_drafter_of_any_form_answers_as_its_target_does(
 def stream_of(tokens: Sequence[int], drafted: Sequence[bool]) -> Any:
     """What an engine would stream."""
     yield from zip(tokens, drafted, strict=True)
-    return Generation("r", tuple(tokens), tuple(drafted), (Round(1, 1, 2, ()),), "stop")
+    return Generation("r", tuple(tokens), tuple(drafted), (Round(1, 1, 2, (), (), 1),), "stop")
 
 
 def shown(tokens: Sequence[int], drafted: Sequence[bool], terminal: bool) -> str:
@@ -157,6 +157,6 @@ def test_the_summary_of_a_single_token_has_no_acceptance_length() -> None:
 
 
 def test_the_summary_averages_kept_tokens() -> None:
-    rounds = (Round(4, 4, 5, ()), Round(4, 1, 2, ()), Round(4, 3, 2, ()))
+    rounds = tuple(Round(4, accepted, kept, (), (), 4) for accepted, kept in ((4, 5), (1, 2), (3, 2)))
     generation = Generation("r", (1,) * 10, (False,) * 10, rounds, "stop")
     assert summary(generation, 2.0).startswith("10 tokens, 5.0 tokens/s, acceptance length 3.00 over 3 rounds (")

@@ -82,7 +82,9 @@ def test_a_killed_run_that_keeps_a_cache_resumes_with_the_same_losses_and_comple
     run = start(*kept)
     kill_after_a_checkpoint(run, tmp_path, step)
     cache = tmp_path / "cache" / "tiny"
-    assert list(cache.glob("shard-*"))
+    first = cache / "shard-000000.parquet"
+    if step == 5:  # its rows are behind the checkpoint, the trainers will not ask for them again
+        os.truncate(first, first.stat().st_size - 1)
     folder = (tmp_path / "latest").resolve()
     resumed = start(*kept, "--resume", str(folder))
     _, errors = resumed.communicate(timeout=280)

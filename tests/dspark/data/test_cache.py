@@ -21,7 +21,7 @@ from dspark.data.cache_reader import CacheReader
 from dspark.data.captures import origin_of, tap_column
 from dspark.data.codecs import Codec
 from dspark.data.folder import Folder
-from dspark.data.shards import write_shard
+from dspark.data.shards import is_written, write_shard
 from dspark.errors import InputError
 from tests.dspark.caches import HIDDEN, PLAIN, SHARDS, TAPS, name, origin_for, planned, table, write_cache
 
@@ -158,9 +158,16 @@ def test_a_writer_goes_on_where_another_stopped(tmp_path: Path) -> None:
 
 def test_a_finished_shard_that_was_cut_since_is_written_again(tmp_path: Path) -> None:
     with CacheWriter(str(tmp_path), origin_for(), PLAIN, planned(), {}) as writer:
-        record = write_shard(writer.task, 0, planned()[0], [table(SHARDS[0])])
+        for index in (0, 1, 2):
+            record = write_shard(writer.task, index, planned()[index], [table(SHARDS[index])])
         os.truncate(tmp_path / record.file, record.bytes - 1)
-        assert writer.unfinished() == [0, 1, 2]
+        assert writer.unfinished() == [2]
+    with CacheWriter(str(tmp_path), origin_for(), PLAIN, planned(), {}) as again:
+        # Who looks at the names alone sees it too.
+        assert not again.all_written and [is_written(again.task, index) for index in (0, 1, 2)] == [True, True, False]
+        write_shard(again.task, 2, planned()[2], [table(SHARDS[2])])
+        again.finish()
+    assert CacheReader(str(tmp_path)).table([name(n) for n in ALL]).equals(table(ALL))
 
 
 @pytest.mark.parametrize("complete", [False, True])

@@ -262,6 +262,7 @@ def test_more_bad_rows_than_allowed_stop_with_counts_and_the_first_three_rows(tm
         ("a.jsonl", b'{"text": "plain"}\n', "no usable row"),
         ("a.csv", b"a,b", "unsupported suffix.*.jsonl"),
         ("a.jsonl.gz", b"not gzip", "cannot be read"),
+        ("a.jsonl.gz", b"", "it has no bytes"),
         ("a.jsonl.gz", gzip.compress(lines(HELLO))[:-12], "cannot be read"),
         ("a.parquet", b"not parquet", "cannot be read"),
     ],

@@ -77,11 +77,11 @@ def test_a_training_pass_over_packed_texts_equals_decoding_at_each_anchor(form: 
             proposal = proposer.propose(torch.tensor([ids[anchor]]), [anchor], config.block, reader)
             torch.testing.assert_close(torch.cat(reader.shown), trained_AKD[block], rtol=0, atol=2e-5)
             if config.confidence:
-                assert output.confidence_BAK is not None and proposal.confidences_RK is not None
-                confidence_K = output.confidence_BAK[0, block].sigmoid()
-                torch.testing.assert_close(proposal.confidences_RK[0], confidence_K, rtol=0, atol=1e-5)
+                assert output.confidence_BAK is not None and proposal.confidence_RK is not None
+                confidence_K = output.confidence_BAK[0, block]
+                torch.testing.assert_close(proposal.confidence_RK[0], confidence_K, rtol=0, atol=1e-5)
             else:
-                assert proposal.confidences_RK is None
+                assert proposal.confidence_RK is None
             block += 1
     assert block == len(COLUMNS)
 

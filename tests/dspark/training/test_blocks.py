@@ -149,12 +149,12 @@ def test_used_slots_are_listed_by_the_column_that_they_need_of_the_target() -> N
     ids = torch.arange(8).view(2, 4)
     blocks = make_blocks(ids, torch.ones(2, 4), positions([0, 1], [2]), 2, None)
     assert blocks.valid_BAK.tolist() == [[[True, True], [True, True]], [[True, False], [False, False]]]
-    # Column 0 and 1 of block 0, 1 and 2 of block 1; column 2 of row 1 is number 6.
-    assert blocks.used.index_N.tolist() == [0, 1, 2, 3, 4]
-    assert blocks.used.place_P.tolist() == [0, 1, 2, 6]
-    assert blocks.used.row_N.tolist() == [0, 1, 1, 2, 3]
-    assert blocks.used.first_P.tolist() == [0, 1, 3, 4]
-    assert blocks.used.counts == (1, 2, 1, 1)
+    # Column 0 and 1 of block 0, 1 and 2 of block 1; column 2 of row 1 is number 6. Column 1 alone has two slots.
+    assert blocks.used.index_N.tolist() == [0, 3, 4, 1, 2]
+    assert blocks.used.place_P.tolist() == [0, 2, 6, 1]
+    assert blocks.used.row_N.tolist() == [0, 1, 2, 3, 3]
+    assert blocks.used.first_P.tolist() == [0, 1, 2, 3]
+    assert blocks.used.counts == (1, 1, 1, 2)
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=6, max_size=6), min_size=1, max_size=3), st.integers(1, 4))

@@ -55,10 +55,11 @@ def test_a_query_of_a_small_layer_keeps_its_tensors_and_nothing_else() -> None:
 
 def test_the_arena_holds_all_slots_if_it_may_and_never_more_than_the_budget() -> None:
     load = Load(rows=1, columns=10, groups=4, slots=3, used=12, places=8)
-    # A slot has its logits; a column the target's, the bias and its gradient: 30 tokens of 4 bytes each.
+    # A slot has its logits; a column the target's, the bias and its gradient: 30 tokens of 4 bytes each. A bias that
+    # differs between the slots of a column is added to their logits.
     assert arena_bytes(SMALL, 1, load, 4) == 12 * 120 + 8 * 360
     assert arena_bytes(small_config("none"), 1, load, 4) == 12 * 120 + 8 * 120
-    assert arena_bytes(small_config("gated"), 1, load, 4) == 12 * 360 + 8 * 120
+    assert arena_bytes(small_config("gated"), 1, load, 4) == 12 * 120 + 8 * 120
     large = replace(load, used=12_000, places=8_000)
     assert arena_bytes(BIG, 1, large, 4) == 2**20
 

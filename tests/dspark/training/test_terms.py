@@ -1,5 +1,6 @@
 """Terms in chunks against the plain formulas: values, gradients, memory."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -146,18 +147,21 @@ def test_without_gradients_the_terms_are_the_same_and_nothing_is_kept_for_a_back
     wanted=st.lists(st.booleans(), min_size=12, max_size=12),
     anchors=st.lists(st.integers(0, 5), min_size=4, max_size=4),
     budget=st.integers(1, 60),
+    rows=st.integers(1, 6),
 )
-def test_slots_are_grouped_by_column_and_chunks_hold_each_once(
-    wanted: list[bool], anchors: list[int], budget: int
+def test_slots_are_grouped_by_column_and_chunks_and_tiles_hold_each_once(
+    wanted: list[bool], anchors: list[int], budget: int, rows: int
 ) -> None:
     wanted_BAK = torch.tensor(wanted).view(2, 2, 3)
     columns_BAK = torch.tensor(anchors).view(2, 2, 1) + torch.arange(3)
     slots = slots_of(wanted_BAK, columns_BAK, LENGTH)
     places = (columns_BAK + LENGTH * torch.arange(2)[:, None, None]).flatten().tolist()
-    expected = sorted((places[slot], slot) for slot in range(12) if wanted[slot])
-    assert slots.index_N.tolist() == [slot for _, slot in expected]
-    assert slots.place_P[slots.row_N].tolist() == [place for place, _ in expected]
-    assert slots.place_P.tolist() == sorted({place for place, _ in expected})
+    on = Counter(places[slot] for slot in range(12) if wanted[slot])
+    expected = sorted((on[places[slot]], places[slot], slot) for slot in range(12) if wanted[slot])
+    assert slots.index_N.tolist() == [slot for _, _, slot in expected]
+    assert slots.place_P[slots.row_N].tolist() == [place for _, place, _ in expected]
+    assert slots.place_P.tolist() == sorted(on, key=lambda place: (on[place], place))
+    assert slots.counts == tuple(on[place] for place in slots.place_P.tolist())
     assert [slots.row_N.tolist().index(place) for place in range(len(slots.counts))] == slots.first_P.tolist()
 
     covered: list[int] = []
@@ -166,6 +170,13 @@ def test_slots_are_grouped_by_column_and_chunks_hold_each_once(
         assert len(columns) == 1 or 5 * len(columns) + 3 * len(within) <= budget
         assert set(slots.row_N[chunk.slots].tolist()) == set(columns)
         covered += within
+        tiles = list(chunk.tiles(rows))
+        assert [place for tile in tiles for place in columns[tile.places]] == list(columns)
+        assert [slot for tile in tiles for slot in within[tile.slots]] == list(within)
+        for tile in tiles:
+            own = [[row] * tile.each for row in columns[tile.places]]
+            assert slots.row_N[chunk.slots][tile.slots].view(-1, tile.each).tolist() == own
+            assert len(own) == 1 or len(own) * tile.each <= rows
     assert covered == list(range(len(expected)))
 
 
