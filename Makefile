@@ -15,11 +15,12 @@ export DS_ACCELERATOR ?= cpu
 endif
 
 # The target of demo and tests comes with the installation: nothing may wait for a hub.
-demo test test-faults readme curves bench-capture bench-cache bench-drafters: export HF_HUB_OFFLINE := 1
+demo test test-faults soak readme curves bench-capture bench-cache bench-drafters bench-stream: export HF_HUB_OFFLINE := 1
 # Without a token, Ray writes none to the user's home. It knows `disabled` and `token`.
-test test-faults: export RAY_AUTH_MODE ?= disabled
+test test-faults soak bench-stream: export RAY_AUTH_MODE ?= disabled
 
-.PHONY: help readme record demo bench-capture bench-cache bench-drafters bench-step record-step test test-faults lint quickstart-data \
+.PHONY: help readme record demo soak scaling bench-stream bench-capture bench-cache bench-drafters bench-step record-step test \
+	test-faults lint quickstart-data \
 	curves pictures reference clean
 .DEFAULT_GOAL := help
 
@@ -71,6 +72,15 @@ curves: $(STAMP) ## compare loss curves of the quickstart: a second run, and two
 
 bench-capture: $(STAMP) ## tokens per second of a capture beside the target's bare forward
 	$(BIN)/python benchmarks/capture.py
+
+bench-stream: $(STAMP) ## throughput, bounds and overhead of the stream between targets and trainers
+	PYTHONPATH=. $(BIN)/python benchmarks/stream.py
+
+soak: $(STAMP) ## ten minutes of training whose parts are killed every 20 seconds, and docs/soak.md
+	PYTHONPATH=. $(BIN)/python tests/jobs/soak.py --record
+
+scaling: $(STAMP) ## write docs/scaling.md from the assumptions of platform/clusters/example.yaml
+	$(BIN)/python -m jobs.scaling platform/clusters/example.yaml
 
 bench-cache: $(STAMP) ## bytes, speed and memory of the cache of hidden states beside a raw file
 	$(BIN)/python benchmarks/cache.py

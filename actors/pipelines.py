@@ -1,23 +1,29 @@
 """Flows between actors, built from Ray Data: what runs where, in which order, bounded by what.
 
-    plan -> windows of rows -> target actors -> captured blocks, one per rank and step -> trainer ranks in plan order
+    plan -> windows of rows -> target actors -> captured rows, a block each -> trainer ranks in turn, in plan order
                             or readers of a cache ┘
     batches of rows -> target actors -> shards of a cache
     prompts -> evaluator actors -> results
     conversations -> responder actors -> their answers
 
-Waits for: the oldest window. Bounded by: `targets.in_flight_mb` of the object store. A dead actor: Ray Data restarts it
-and repeats its window.
+Waits for: the oldest window. Bounded by: `targets.in_flight_mb` of the object store. A dead actor: Ray Data restarts
+it, on another node if its own is lost, and repeats its windows; rows that were handed on stay, the bits are the same.
+
+What Ray Data does here: the pool and its growth, backpressure in bytes, retries, order, the deal to the ranks. What it
+cannot do stands next to the code that does it: blocks of one row (`one_row_blocks`), an actor that has lost its place
+for good (`actors.placement`), and the plan (`dspark.data.plan`), since it neither shuffles every epoch by a function of
+the seed alone nor goes on in the middle of one.
 
 Whoever takes results from a generator here closes it, also after an error: Ray Data cannot end it once Ray has gone.
 """
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import ray
-from ray.data import ActorPoolStrategy, Dataset, ExecutionOptions, ExecutionResources
+from ray.data import ActorPoolStrategy, DataIterator, Dataset, ExecutionOptions, ExecutionResources
 
 from actors.reader import CacheActor
 from actors.responder import AnswerTask, ResponderActor
@@ -27,97 +33,127 @@ from dspark.config import Settings
 from dspark.data.captures import Origin, refuse_fault
 from dspark.data.plan import Plan, windows
 from dspark.data.shards import ShardTask
+from dspark.errors import InputError
 from dspark.sections import EvaluateSettings
+
+_MOST_INPUTS = 10_000
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the actors of a run look rows up in: references to the table of token rows and to the plan.
+
+    In a value of its own, since Ray resolves references only where they are arguments.
+    """
+
+    rows: Any
+    plan: Any
 
 
 def captured_steps(
-    settings: Settings, plan: Plan, covered: range, first_step: int, origin: Origin, rows: Any, keep: ShardTask | None
+    settings: Settings,
+    plan: Plan,
+    covered: range,
+    first_step: int,
+    origin: Origin,
+    planned: Planned,
+    keep: ShardTask | None,
 ) -> Dataset:
-    """Captured tables of the plan positions `covered`, from the window that holds `first_step` on.
+    """Captured rows of the plan positions `covered`, from the window that holds `first_step` on.
 
-    They are cut so that each block is one rank's share of one optimizer step; `streaming_split` deals them round robin
-    because all have equally many rows. `rows` is a reference to the table of token rows, in a list so that Ray passes
-    it on unresolved. With `keep`, each window becomes a shard of that cache, with the window's number.
+    Each is a block, and `streaming_split` deals them to the ranks in turn. With `keep`, each window becomes a shard of
+    that cache, with the window's number.
     """
-    return _captured(settings, plan, _windows(settings, plan, covered, first_step), origin, rows, keep)
+    return _captured(settings, window_table(settings, plan, covered, first_step), origin, planned, keep)
 
 
-def keep_again(settings: Settings, plan: Plan, lost: Sequence[int], origin: Origin, rows: Any, keep: ShardTask) -> None:
+def keep_again(
+    settings: Settings, plan: Plan, lost: Sequence[int], origin: Origin, planned: Planned, keep: ShardTask
+) -> None:
     """Captures the windows with these numbers only for the cache that has lost them; returns when it has them.
 
     Raises:
         InputError: they cannot be written.
     """
     every = windows(plan, settings.targets.window_rows, 0)
-    captured = _captured(settings, plan, [(number, every[number]) for number in lost], origin, rows, keep)
-    for table in captured.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-        refuse_fault(table)
+    captured = _captured(settings, _numbered([(number, every[number]) for number in lost]), origin, planned, keep)
+    for row in captured.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+        refuse_fault(row)
 
 
 def _captured(
-    settings: Settings,
-    plan: Plan,
-    numbered: Sequence[tuple[int, range]],
-    origin: Origin,
-    rows: Any,
-    keep: ShardTask | None,
+    settings: Settings, window_rows: pa.Table, origin: Origin, planned: Planned, keep: ShardTask | None
 ) -> Dataset:
-    """The captured tables of windows, cut to one rank's share of one step."""
-    pool = settings.targets
-    parts = [
-        pa.table(
-            {
-                "row": [plan.order[position] for position in window],
-                "counted": [plan.counted[position] for position in window],
-                "window": [number] * len(window),
-            }
-        )
-        for number, window in numbered
-    ]
-    return _cut(
-        settings,
-        parts,
+    return one_row_blocks(
+        window_rows,
         TargetActor,
-        fn_constructor_args=(settings.target, pool, origin, rows, keep),
-        compute=ActorPoolStrategy(min_size=pool.actors, max_size=pool.max_actors or pool.actors),
-        num_cpus=pool.cpus,
-        num_gpus=pool.gpus,
+        fn_constructor_args=(settings.target, settings.targets, origin, planned.rows, planned.plan, keep),
+        **target_pool(settings),
     )
 
 
+def target_pool(settings: Settings) -> dict[str, Any]:
+    """Where the targets of a stream are placed, and how many: between two numbers, as many as find a place."""
+    pool = settings.targets
+    return {
+        "compute": ActorPoolStrategy(min_size=pool.actors, max_size=pool.max_actors or pool.actors),
+        "num_cpus": pool.cpus,
+        "num_gpus": pool.gpus,
+        "label_selector": settings.ray.target_labels,
+    }
+
+
 def cached_steps(
-    settings: Settings, plan: Plan, covered: range, first_step: int, origin: Origin, sample_ids: Sequence[str]
+    settings: Settings, plan: Plan, covered: range, first_step: int, origin: Origin, planned: Planned
 ) -> Dataset:
-    """The same tables as `captured_steps`, from the cache; waits for one that is just being completed."""
-    parts = [
-        pa.table({"sample_id": [sample_ids[plan.order[position]] for position in window]})
-        for _, window in _windows(settings, plan, covered, first_step)
-    ]
-    return _cut(
-        settings,
-        parts,
+    """The same rows as `captured_steps`, from the cache; waits for one that is just being completed."""
+    return one_row_blocks(
+        window_table(settings, plan, covered, first_step),
         CacheActor,
-        fn_constructor_args=(settings.cache.address(settings.output, settings.name), origin),
+        fn_constructor_args=(
+            settings.cache.address(settings.output, settings.name),
+            origin,
+            planned.rows,
+            planned.plan,
+        ),
         compute=ActorPoolStrategy(size=settings.cache.readers),
         num_cpus=1,
     )
 
 
-def _windows(settings: Settings, plan: Plan, covered: range, first_step: int) -> list[tuple[int, range]]:
-    """Number and positions of each window that is still to be passed on."""
+def window_table(settings: Settings, plan: Plan, covered: range, first_step: int) -> pa.Table:
+    """Number and first and last position of each window that is still to be passed on, a row each."""
     every = enumerate(windows(plan, settings.targets.window_rows, 0))
     start = first_step * plan.global_batch
-    return [(number, window) for number, window in every if window.start in covered and window.stop > start]
+    return _numbered([(number, window) for number, window in every if window.start in covered and window.stop > start])
 
 
-def _cut(settings: Settings, windows_of_rows: list[pa.Table], actor: type, **options: Any) -> Dataset:
-    """What `actor` makes of each window, cut to one rank's share of one step."""
-    if not windows_of_rows:
-        return ray.data.from_arrow(pa.table({"row": pa.array([], pa.int64())}))
-    captured = ray.data.from_arrow(windows_of_rows).map_batches(
-        actor, batch_size=None, batch_format="pyarrow", **options
+def _numbered(some: Sequence[tuple[int, range]]) -> pa.Table:
+    return pa.table(
+        {
+            "window": pa.array([number for number, _ in some], pa.int64()),
+            "start": pa.array([window.start for _, window in some], pa.int64()),
+            "stop": pa.array([window.stop for _, window in some], pa.int64()),
+        }
     )
-    return captured.repartition(target_num_rows_per_block=settings.train.share)
+
+
+def one_row_blocks(window_rows: pa.Table, actor: type, **options: Any) -> Dataset:
+    """What `actor` makes of each window (a row of `window_rows`, one a call), a block for each row that it yields.
+
+    A row is copied once, by its actor into the object store. `repartition`, which cuts blocks to any number of rows,
+    would copy all of them once more, in tasks beside the actors. A window in one block would be more than fits in
+    flight, and `streaming_split` deals whole blocks.
+    """
+    if not window_rows.num_rows:
+        return ray.data.from_arrow(window_rows)
+    # An actor that dies repeats a block of windows from its start: as few in each as the driver can put one by one.
+    size = -(-window_rows.num_rows // _MOST_INPUTS)
+    inputs = [window_rows.slice(at, size) for at in range(0, window_rows.num_rows, size)]
+    captured = ray.data.from_arrow(inputs).map_batches(actor, batch_size=1, batch_format="pyarrow", **options)
+    # Ray Data closes a block as soon as it has more bytes than this, and has no setting for rows.
+    captured.context.target_max_block_size = 1
+    return captured
 
 
 def written_shards(
@@ -139,10 +175,17 @@ def written_shards(
         compute=ActorPoolStrategy(min_size=min(pool.actors, most), max_size=most),
         num_cpus=pool.cpus,
         num_gpus=pool.gpus,
+        label_selector=settings.ray.target_labels,
     )
     # Facts are handed on at once, not when they have become a block of the usual size.
     written.context.target_max_block_size = 1
     yield from written.iter_rows()
+
+
+def blocks_of(stream: DataIterator) -> Iterator[pa.Table]:
+    """The blocks of a split as they come, one asked for ahead."""
+    # Without a batch size blocks are passed on uncut; the annotation knows numbers alone.
+    return iter(stream.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1))  # type: ignore[arg-type]
 
 
 def capture_options(settings: Settings) -> ExecutionOptions:
@@ -151,6 +194,22 @@ def capture_options(settings: Settings) -> ExecutionOptions:
         preserve_order=True,
         resource_limits=ExecutionResources(object_store_memory=settings.targets.in_flight_mb * 2**20),
     )
+
+
+def check_store(settings: Settings, held: int) -> None:
+    """Raises InputError if the object stores of the cluster have no room for what its trainers hold at once.
+
+    What was read lies in the store as long as it is used, and Ray Data no longer counts it.
+    """
+    stores, flight = ray.cluster_resources().get("object_store_memory", 0.0), settings.targets.in_flight_mb * 2**20
+    # Ray Data leaves a stream no more than half of them.
+    if held + min(flight, stores / 2) > stores:
+        raise InputError(
+            f"trainers hold the captured rows of two optimizer steps, up to {held / 1e9:.2f} GB, beside "
+            f"targets.in_flight_mb={settings.targets.in_flight_mb}; the object stores have {stores / 1e9:.2f} GB: "
+            "raise ray.object_store_mb (or the object store of a cluster's nodes), or lower train.global_batch, "
+            "data.max_length or targets.in_flight_mb"
+        )
 
 
 def evaluated(

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from dspark.capture import OnlyFinite, bad_columns, capture, prove_capture
 from dspark.data.cache import bytes_per_token
 from dspark.data.captures import Origin, fault_table
+from dspark.data.plan import Plan
 from dspark.data.prefetch import ahead
 from dspark.data.rows import sample_at
 from dspark.data.shards import ShardTask, is_written, new_shard, write_shard
@@ -25,36 +26,56 @@ from dspark.target import load_target
 
 
 class TargetActor:
-    """One target on one device. `rows` is the table of all token rows, shared through the object store.
+    """One target on one device. `rows` and `plan` are shared through the object store.
 
-    With `keep`, each window is also written to a cache, as the shard with its number.
+    With `keep`, each window is also written to a cache, as the shard with its number. A target that cannot be had is
+    told in place of its rows: as an exception it would cost the run a restart of its trainers, and its own reason.
     """
 
     def __init__(
-        self, target: TargetSettings, pool: TargetPoolSettings, origin: Origin, rows: Any, keep: ShardTask | None
+        self,
+        target: TargetSettings,
+        pool: TargetPoolSettings,
+        origin: Origin,
+        rows: Any,
+        plan: Any,
+        keep: ShardTask | None,
     ) -> None:
         torch.set_num_threads(pool.threads)
-        self.target = load_target(target)
         self.origin, self.batch_tokens, self.keep = origin, pool.batch_tokens, keep
-        self.rows: pa.Table = ray.get(rows[0])
-        prove_capture(self.target, sample_at(self.rows, 0), origin.taps)
+        self.rows: pa.Table = ray.get(rows)
+        self.plan: Plan = ray.get(plan)
+        self.fault: str | None = None
+        try:
+            self.target = load_target(target)
+        except InputError as error:
+            self.fault = str(error)
+        else:
+            prove_capture(self.target, sample_at(self.rows, 0), origin.taps)
 
-    def __call__(self, window: pa.Table) -> pa.Table:
-        samples = [sample_at(self.rows, row) for row in window.column("row").to_pylist()]
+    def __call__(self, window: pa.Table) -> Iterator[pa.Table]:
+        """The rows of one window, a table each."""
+        first, last = window.column("start")[0].as_py(), window.column("stop")[0].as_py()
+        try:
+            captured = self._captured(window.column("window")[0].as_py(), slice(first, last))
+        except InputError as error:
+            captured = fault_table(self.origin, last - first, str(error))
+        yield from (captured.slice(row, 1) for row in range(captured.num_rows))
+
+    def _captured(self, number: int, positions: slice) -> pa.Table:
+        if self.fault is not None:
+            raise InputError(self.fault)
+        samples = [sample_at(self.rows, row) for row in self.plan.order[positions].tolist()]
         captured = capture(self.target, samples, self.origin, self.batch_tokens)
         if self.keep is not None:
-            try:
-                self._write(self.keep, window, captured)
-            except InputError as error:
-                return fault_table(self.origin, window.num_rows, str(error))
+            self._write(self.keep, number, captured, self.plan.counted[positions])
         return captured
 
-    def _write(self, keep: ShardTask, window: pa.Table, captured: pa.Table) -> None:
-        index = window.column("window")[0].as_py()
-        if is_written(keep, index):
+    def _write(self, keep: ShardTask, index: int, captured: pa.Table, counted: NDArray[np.bool_]) -> None:
+        if not counted.any() or is_written(keep, index):
             return
         # A row that fills up the epoch's last step has its place in another window.
-        own = captured.filter(window.column("counted"))
+        own = captured.filter(pa.array(counted))
         finite = own.filter(pa.array([not bad_columns(own, row) for row in range(own.num_rows)]))
         write_shard(keep, index, own.column("sample_id").to_pylist(), [finite])
 

@@ -31,10 +31,9 @@ class TrainTask:
     streams: tuple[str, ...] = ("steps",)  # names of the datasets that hold the plan's tables, one after the other
 
     def positions(self, step: int, rank: int) -> range:
-        """Plan positions of a rank's rows of a step: equal blocks are dealt to the ranks in turn."""
-        share = self.settings.train.share
-        first = step * self.plan.global_batch + rank * share
-        return range(first, first + share)
+        """Plan positions of a rank's rows of a step: rows are dealt to the ranks in turn."""
+        first = step * self.plan.global_batch
+        return range(first + rank, first + self.plan.global_batch, self.settings.train.workers)
 
     @cached_property
     def identity(self) -> dict[str, Any]:

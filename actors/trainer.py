@@ -1,6 +1,6 @@
 """One trainer rank inside a Ray Train worker.
 
-    captured block (this rank's share of a step) -> anchors, blocks and micro-batches, while earlier steps are made
+    captured rows (this rank's share of a step) -> anchors, blocks and micro-batches, while earlier steps are made
       -> one all-reduce of the weights -> micro-batches: forward, backward -> optimizer step
       -> every `log_every`: one all-reduce of metrics, one record
 
@@ -10,10 +10,11 @@ nothing here waits for the device; DeepSpeed does in its optimizer step, for the
 
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 
 import deepspeed
 import pyarrow as pa
@@ -24,8 +25,10 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from actors.checkpoints import restore, save
+from actors.pipelines import blocks_of
+from actors.placement import TargetWatch, attended
 from actors.task import TrainTask
-from actors.zero import backward_scale, make_engine, take_step
+from actors.zero import backward_scale, make_engine, take_step, whole_state
 from dspark.config import Settings
 from dspark.data.captures import origin_of, refuse_fault
 from dspark.data.plan import windows
@@ -95,7 +98,8 @@ def train(task: TrainTask) -> None:
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
     drafter = _initial_drafter(task)
     vocabulary = load_vocabulary(task.settings.target, device, DTYPES[settings.precision]).narrowed(drafter.kept)
-    if isinstance(drafter, Drafter) and task.start is not None:
+    # Not in a restart: the node that held them may be the one that was lost.
+    if isinstance(drafter, Drafter) and task.start is not None and ray.train.get_checkpoint() is None:
         start_from_bigrams(drafter, ray.get(task.start), vocabulary)
     engine = make_engine(objective_of(drafter, task.settings), settings, task.plan.steps)
     start = restore(engine, task)
@@ -117,6 +121,17 @@ def train(task: TrainTask) -> None:
                 means = []
             if done % settings.checkpoint_every == 0 or last:
                 save(engine, task, done)
+            every = task.settings.evaluate.every
+            if every is not None and done % every == 0 and not last:
+                offer(engine, task, done)
+
+
+def offer(engine: DeepSpeedEngine, task: TrainTask, done: int) -> None:
+    """Hands the drafter to the driver, for whoever measures it meanwhile; collective under ZeRO 3."""
+    state = whole_state(engine)
+    if dist.get_rank() == 0:
+        # By value: an object of this process would be lost with it, and a measurement may outlive the trainers.
+        task.records.put({"step": done, "drafter": state})
 
 
 def _initial_drafter(task: TrainTask) -> AnyDrafter:
@@ -142,16 +157,24 @@ def captured_tables(
     remaining = windows(plan, task.settings.targets.window_rows, start * plan.global_batch)
     first = remaining[0].start // plan.global_batch if remaining else plan.steps
     share = task.settings.train.share
-    tables = chain.from_iterable(
-        stream.iter_batches(batch_size=share, batch_format="pyarrow", prefetch_batches=1) for stream in streams
-    )
+    # Blocks as they come, a row each: together they are a table without a copy.
+    rows = chain.from_iterable(map(partial(_rows, task), task.streams, streams))
     for step in range(first, plan.steps):
-        table = next(tables, None)
-        if table is None:
+        found = list(islice(rows, share))
+        if len(found) < share:
             raise RuntimeError(f"the stream of captured rows ended at step {step} of {plan.steps}")
         if step >= start:
+            table = pa.concat_tables(found)
             _check_rows(task, step, table)
             yield step, table
+        del found  # or the rows of a step would stay while the next one's are waited for
+
+
+def _rows(task: TrainTask, name: str, stream: ray.data.DataIterator) -> Iterator[pa.Table]:
+    """This rank's rows of one stream, a table each."""
+    from_targets = task.settings.data.source != "cache" and name != "later"
+    rows = blocks_of(stream)
+    return attended(rows, TargetWatch(task.settings)) if from_targets else rows
 
 
 def _check_rows(task: TrainTask, step: int, table: pa.Table) -> None:

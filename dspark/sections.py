@@ -125,6 +125,9 @@ class EvaluateSettings(Section):
     prompts_t0: Positive = Field(48, description="prompts decoded at temperature 0")
     prompts_t1: Count = Field(12, description="of these, also decoded at `temperature`")
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    every: Positive | None = Field(
+        None, description="training steps after which one more actor measures the drafter, meanwhile; null: never"
+    )
     top_k: Count = Field(0, description="likeliest tokens drawn from above temperature 0; 0: all")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="mass of the likeliest tokens drawn from")
     policy: Literal["fixed", "threshold", "scheduled"] = Field(
@@ -174,3 +177,9 @@ class RaySettings(Section):
     address: str = Field("local", description="`local` starts one for this job; `auto` or host:port joins a cluster")
     dashboard_port: Positive | None = Field(None, description="serve Ray's dashboard on this loopback port")
     object_store_mb: Positive = Field(1024, description="object store of a local Ray, in MB")
+    target_labels: dict[str, str] = Field(
+        default_factory=dict, description="labels of the nodes that hold targets; none: any node"
+    )
+    trainer_labels: dict[str, str] = Field(
+        default_factory=dict, description="labels of the nodes that hold trainers; none: any node"
+    )

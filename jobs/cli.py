@@ -85,9 +85,25 @@ def capture(
 
 
 @app.command(cls=PresetCommand)
-def train(preset: Preset, overrides: Overrides = None, resume: Resume = None, dry_run: DryRun = False) -> None:
+def train(
+    preset: Preset,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", show_default="none", help="With --dry-run: plan for machines like those of FILE."),
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
     """Capture the target's hidden states and train a drafter on them."""
     settings = load_settings(preset, overrides or [])
+    if cluster is not None:
+        if not dry_run:
+            raise InputError("--cluster plans for machines that need not be there: give --dry-run too")
+        from jobs.scaling import print_scaling
+
+        print_scaling(Console(), cluster, preset, settings)
+        return
     from jobs.train import train
 
     train(settings, resume, dry_run)

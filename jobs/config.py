@@ -77,7 +77,7 @@ def load_settings(preset: Path, overrides: Sequence[str], home: Path | None = No
     """
     home = (home or Path.cwd()).absolute()
     # In strict JSON pydantic refuses even its own default when that is a Path, so `output` goes in as text.
-    values = {"output": str(Settings.model_fields["output"].default), **_read(preset)}
+    values = {"output": str(Settings.model_fields["output"].default), **read_yaml(preset)}
     values = _absolute(values, preset.expanduser().absolute().parent, home)
     for text in overrides:
         keys, value = _parse_override(text)
@@ -127,16 +127,17 @@ def describe_settings(section: type[BaseModel] = Settings, prefix: str = "") -> 
         yield prefix + name, default, field.description or ""
 
 
-def _read(preset: Path) -> Values:
+def read_yaml(file: Path, what: str = "preset") -> Values:
+    """Keys and values of a file; raises InputError that says what is wrong with this `what`."""
     try:
-        values = yaml.load(preset.expanduser().read_text(encoding="utf-8"), Loader=_Loader)
+        values = yaml.load(file.expanduser().read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the preset {preset}: {error}; give the path of a YAML file") from None
+        raise InputError(f"cannot read the {what} {file}: {error}; give the path of a YAML file") from None
     except yaml.YAMLError as error:
-        raise InputError(f"the preset {preset} is no valid YAML: {error}") from None
+        raise InputError(f"the {what} {file} is no valid YAML: {error}") from None
     if not isinstance(values, dict):
         found = "nothing" if values is None else _shown(values)
-        raise InputError(f"the preset {preset} holds {found}, it needs keys and values such as `seed: 42`")
+        raise InputError(f"the {what} {file} holds {found}, it needs keys and values such as `seed: 42`")
     return values
 
 
@@ -183,13 +184,14 @@ def _absolute(values: Values, folder: Path, home: Path) -> Values:
 
 
 def _faults(preset: Path, error: ValidationError) -> str:
-    faults = [_fault(details) for details in error.errors(include_url=False)]
+    faults = [fault_of(details) for details in error.errors(include_url=False)]
     if len(faults) == 1:
         return f"{preset}, with its overrides: {faults[0]}"
     return f"{preset}, with its overrides, has {len(faults)} faults:\n" + "\n".join(f"  {fault}" for fault in faults)
 
 
-def _fault(details: ErrorDetails) -> str:
+def fault_of(details: ErrorDetails) -> str:
+    """What is wrong at one place, and what was needed there."""
     path = ".".join(str(part) for part in details["loc"])
     match details["type"]:
         case "extra_forbidden":

@@ -7,26 +7,31 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import pyarrow.compute as pc
 import ray
 import torch
 from ray.train import CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.util.queue import Queue
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from safetensors.torch import load_file
 
 from actors.checkpoints import DRAFTER, finished_steps, newest_checkpoint, resumable_steps
-from actors.pipelines import capture_options
+from actors.pipelines import capture_options, check_store
 from actors.target import BigramActor
 from actors.task import TrainTask
 from actors.trainer import train_rank
 from dspark.config import Settings
+from dspark.data.cache import bytes_per_token
+from dspark.data.plan import largest_step
 from dspark.data.rows import sample_at, supervised_counts
 from dspark.errors import InputError
 from dspark.model.checkpoints import save_drafter
 from dspark.target import DTYPES, load_vocabulary, load_whole_config
 from jobs.experiment import Experiment
-from jobs.progress import Stage, stage, training_note
+from jobs.following import Following
+from jobs.progress import Stage, not_finite, stage, training_note, which_side
 from jobs.rows import Rows
 from jobs.streams import Streams, step_streams, stream_names
 
@@ -49,7 +54,9 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
     """
     settings, plan = experiment.settings, rows.plan
     storage = experiment.checkpoints
-    queue = Queue(actor_options={"num_cpus": 0})
+    # On the driver's node: one that is lost must not take the records along.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    queue = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
     done = finished_steps(newest_checkpoint(storage))
     start = None if done or settings.drafter.init == "random" else _bigrams(settings, rows)
     task = TrainTask(
@@ -57,17 +64,27 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
         stream_names(settings),
     )  # fmt: skip
     resumable_steps(newest_checkpoint(storage), task)
+    check_store(settings, held_bytes(rows))
     with (
         step_streams(settings, rows, storage) as streams,
         stage(console, "train", plan.steps) as bar,
-        Records(experiment, queue, bar, done) as records,
+        Records(experiment, queue, bar, done, Following(experiment, rows, console)) as records,
     ):
         if done < plan.steps:
             _trainer(settings, task, storage, streams).fit()
     if records.error is not None:
         raise InputError(records.error)
+    for said in (which_side(records.history, settings), not_finite(records.history)):
+        if said is not None:
+            console.print(said, soft_wrap=True)
     _export(experiment, rows)
     return Fitted(plan.steps, records.history)
+
+
+def held_bytes(rows: Rows) -> int:
+    """Captured rows that the trainers hold at once: of the step that they make, and of the next one."""
+    lengths = pc.list_value_length(rows.table.column("input_ids")).to_numpy()
+    return 2 * largest_step(rows.plan, lengths) * bytes_per_token(rows.origin)
 
 
 def _trainer(settings: Settings, task: TrainTask, storage: Path, streams: Streams) -> TorchTrainer:
@@ -78,6 +95,7 @@ def _trainer(settings: Settings, task: TrainTask, storage: Path, streams: Stream
             num_workers=settings.train.workers,
             use_gpu=settings.train.gpus > 0,
             resources_per_worker={"CPU": settings.train.cpus, "GPU": settings.train.gpus},
+            label_selector=settings.ray.trainer_labels or None,  # type: ignore[call-arg]  # of the class of before
         ),
         run_config=RunConfig(
             name=storage.name,
@@ -102,7 +120,9 @@ def _bigrams(settings: Settings, rows: Rows) -> Any:
     prompt = first.input_ids[: int(first.loss_mask.argmax())].tolist()
     pool = settings.targets
     counts = supervised_counts(rows.table, rows.draft.vocab)
-    actor: Any = ray.remote(num_cpus=pool.cpus, num_gpus=pool.gpus)(BigramActor).remote()
+    actor: Any = ray.remote(num_cpus=pool.cpus, num_gpus=pool.gpus, label_selector=settings.ray.target_labels)(
+        BigramActor
+    ).remote()
     ray.get(actor.ready.remote())
     return actor.bigrams.remote(settings.target, pool, prompt, counts)
 
@@ -110,8 +130,8 @@ def _bigrams(settings: Settings, rows: Rows) -> Any:
 class Records:
     """Takes records from rank 0 while training runs: shows them, writes them to MLflow and to `history.jsonl`."""
 
-    def __init__(self, experiment: Experiment, queue: Queue, bar: Stage, done: int) -> None:
-        self.experiment, self.queue, self.bar = experiment, queue, bar
+    def __init__(self, experiment: Experiment, queue: Queue, bar: Stage, done: int, following: Following) -> None:
+        self.experiment, self.queue, self.bar, self.following = experiment, queue, bar, following
         self.path = experiment.folder / HISTORY
         # Records after the checkpoint that is resumed were made by steps that are made again.
         self.history: list[dict[str, float]] = [entry for entry in _read(self.path) if entry["step"] <= done]
@@ -124,14 +144,16 @@ class Records:
         self.thread.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.finished.set()
         self.thread.join(timeout=30)
+        self.following.finish(wait=kind is None and self.error is None)
 
     def _follow(self) -> None:
         last = False
         while not last:
             last = self.finished.is_set()
+            self.following.look()
             try:
                 self._take([self.queue.get(timeout=0.5)])
             except Empty:
@@ -141,6 +163,12 @@ class Records:
         records += self.queue.get_nowait_batch(self.queue.qsize())
         if errors := [entry for entry in records if "error" in entry]:
             self.error = str(errors[0]["error"])
+            return
+        for entry in records:
+            if "drafter" in entry:
+                self.following.offer(entry["step"], entry["drafter"])
+        records = [entry for entry in records if "drafter" not in entry]
+        if not records:
             return
         # A restarted trainer group repeats the steps after its checkpoint; the later record holds.
         first = min(int(entry["step"]) for entry in records)

@@ -1,13 +1,17 @@
 """Progress that a person can read: bars that move in a terminal, a line now and then elsewhere."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from dspark.config import Settings
+
+# Shares of the trainers' time spent waiting above which the targets, and below which the trainers are the slower side.
+_MUCH_WAITING, _LITTLE_WAITING = 0.2, 0.02
 # Where no terminal shows a moving bar, a line is printed each time this share of the work is done.
 _LINE_SHARE = 0.1
 # Time that is left is worth saying from here on.
@@ -58,4 +62,39 @@ def stage(console: Console, name: str, total: int) -> Iterator[Stage]:
 def training_note(record: Mapping[str, float]) -> str:
     """Loss, tau and tokens per second of a training record."""
     shown = (("loss", "loss", ".3f"), ("tau", "tau_probabilistic", ".3f"), ("tok/s", "tokens_per_second", ",.0f"))
-    return "  ".join(f"{label} {record[key]:{form}}" for label, key, form in shown if key in record)
+    note = "  ".join(f"{label} {record[key]:{form}}" for label, key, form in shown if key in record)
+    waiting = record.get("waiting_share", 0.0)
+    return note + (f"  waiting {waiting:.0%}" if waiting > _MUCH_WAITING else "")
+
+
+def not_finite(history: Sequence[Mapping[str, float]]) -> str | None:
+    """What to say of rows whose states were not finite; None where there were none."""
+    shares = [record["rows_not_finite"] for record in history if "rows_not_finite" in record]
+    if not any(shares):
+        return None
+    return (
+        f"{sum(shares) / len(shares):.2%} of the rows had states that are not finite and carried no weight: check the "
+        "target's weights, or try target.dtype=fp32"
+    )
+
+
+def which_side(history: Sequence[Mapping[str, float]], settings: Settings) -> str | None:
+    """Which side of the stream to grow, from the trainers' share of time spent waiting; None where both keep pace.
+
+    The first record is left out if there are others: its wait is that for targets to load.
+    """
+    shares = [record["waiting_share"] for record in history if "waiting_share" in record]
+    shares = shares[1:] or shares
+    if not shares:
+        return None
+    waiting = sum(shares) / len(shares)
+    cached = settings.data.source == "cache"
+    if waiting > _MUCH_WAITING:
+        grow = "cache.readers" if cached else "targets.actors (or max_actors), or give each target more threads or GPUs"
+        return f"the trainers waited {waiting:.0%} of their time for captured states: raise {grow}"
+    if waiting < _LITTLE_WAITING and not cached:
+        return (
+            f"the trainers waited {waiting:.0%} of their time, so the targets wait for them: raise train.workers (or "
+            "their threads or GPUs), or give some of the targets' devices to them"
+        )
+    return None

@@ -11,23 +11,27 @@ from ray.data import DataContext
 from dspark.config import Settings
 from dspark.errors import InputError
 
-# Ray Data's own tasks (re-cutting blocks) run beside the actors and need room of their own.
+# Ray Data's own small tasks run beside the actors and need room of their own.
 _DATA_CPUS = 2
 _CONNECT_TIMEOUT_S = 10
 
 
-def needed_cpus(settings: Settings) -> float:
-    """Logical CPUs that the job books at its widest, over training and evaluation."""
+def needed_cpus(settings: Settings, targets: int) -> float:
+    """Logical CPUs that the job books over training and evaluation, with that many targets."""
     train, evaluate = settings.train, settings.evaluate
     readers = 0 if settings.data.source == "live" else settings.cache.readers
-    training = train.workers * train.cpus + target_actors(settings) * settings.targets.cpus + readers
+    training = train.workers * train.cpus + targets * settings.targets.cpus + readers
+    if evaluate.every is not None:
+        training += evaluate.cpus
     return max(training, evaluate.widest_pool * evaluate.cpus) + _DATA_CPUS
 
 
-def needed_gpus(settings: Settings) -> float:
-    """GPUs that the job books at its widest."""
+def needed_gpus(settings: Settings, targets: int) -> float:
+    """GPUs that the job books, with that many targets."""
     train, evaluate = settings.train, settings.evaluate
-    training = train.workers * train.gpus + target_actors(settings) * settings.targets.gpus
+    training = train.workers * train.gpus + targets * settings.targets.gpus
+    if evaluate.every is not None:
+        training += evaluate.gpus
     return max(training, evaluate.widest_pool * evaluate.gpus)
 
 
@@ -51,7 +55,11 @@ def ray_session(settings: Settings, booked: Mapping[str, float] | None = None) -
         InputError: the cluster cannot be reached or is too small, or the dashboard's port is taken.
     """
     mine = not ray.is_initialized()
-    needed = {"CPU": needed_cpus(settings), "GPU": needed_gpus(settings)}
+    # A cluster that is joined may get the nodes for more targets while the run goes on.
+    targets = target_actors(settings)
+    if settings.ray.address != "local":
+        targets = min(targets, settings.targets.actors)
+    needed = {"CPU": needed_cpus(settings, targets), "GPU": needed_gpus(settings, targets)}
     if booked is not None:
         needed = {**booked, "CPU": booked["CPU"] + _DATA_CPUS}
     if mine:

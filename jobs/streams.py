@@ -9,18 +9,18 @@ The trainers take tables in plan order from one stream after the other, and neve
 """
 
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import ray
 from ray.data import Dataset
 
 from actors.checkpoints import finished_steps, newest_checkpoint
-from actors.pipelines import cached_steps, captured_steps, keep_again
+from actors.pipelines import Planned, cached_steps, captured_steps, keep_again
 from dspark.config import Settings
 from dspark.data.cache import CacheWriter, check_room, expected_bytes
 from dspark.data.codecs import Codec
@@ -51,23 +51,23 @@ def step_streams(settings: Settings, rows: Rows, storage: Path) -> Iterator[Stre
         return finished_steps(newest_checkpoint(storage))
 
     def cached(covered: range) -> Dataset:
-        return cached_steps(settings, plan, covered, done(), rows.origin, rows.sample_ids)
+        return cached_steps(settings, plan, covered, done(), rows.origin, planned)
 
+    planned = Planned(ray.put(rows.table), ray.put(plan))
     if settings.data.source == "cache":
         yield {"steps": partial(cached, whole)}
         return
-    table = [ray.put(rows.table)]
     if settings.data.source == "live":
-        yield {"steps": lambda: captured_steps(settings, plan, whole, done(), rows.origin, table, None)}
+        yield {"steps": lambda: captured_steps(settings, plan, whole, done(), rows.origin, planned, None)}
         return
-    first = range(bisect_right(plan.epochs, 0))
+    first = range(int(np.searchsorted(plan.epochs, 0, side="right")))
     with kept_cache(settings, rows) as writer:
         task = writer.task
         if lost := _lost(settings, rows, writer, done()):
-            keep_again(settings, plan, lost, rows.origin, table, task)
+            keep_again(settings, plan, lost, rows.origin, planned, task)
         with Keeper(writer):
             yield {
-                "first": lambda: captured_steps(settings, plan, first, done(), rows.origin, table, task),
+                "first": lambda: captured_steps(settings, plan, first, done(), rows.origin, planned, task),
                 "later": partial(cached, range(first.stop, whole.stop)),
             }
 
@@ -76,10 +76,11 @@ def kept_cache(settings: Settings, rows: Rows) -> CacheWriter:
     """The writer of the cache that `live_and_keep` makes: a shard for each window of the first epoch."""
     plan, pool = rows.plan, settings.targets
     ids = rows.sample_ids
+    # The last windows may hold nothing but rows that fill up the epoch's last step.
     shards = [
         [ids[plan.order[position]] for position in window if plan.counted[position]]
         for window in windows(plan, pool.window_rows, 0)
-        if plan.epochs[window.start] == 0
+        if plan.epochs[window.start] == 0 and plan.counted[window.start]
     ]
     identity: dict[str, Setting] = {
         "by": "live_and_keep",

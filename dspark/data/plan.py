@@ -5,24 +5,25 @@ batches: bf16 states depend on the rows that share a forward (design section 8).
 """
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """Row numbers in training order. Each epoch is a whole number of optimizer steps.
 
     `order[i]` is the row trained at position i; positions whose `counted` is false pad the epoch's last step: they are
-    captured and passed through the trainer, so that every rank makes the same calls, but carry no weight.
+    captured and passed through the trainer, so that every rank makes the same calls, but carry no weight. Arrays, since
+    a run of millions of rows passes its plan to every process.
     """
 
-    order: tuple[int, ...]
-    counted: tuple[bool, ...]
-    epochs: tuple[int, ...]
+    order: NDArray[np.int64]
+    counted: NDArray[np.bool_]
+    epochs: NDArray[np.int32]  # number of the epoch, ascending
     global_batch: int
 
     @property
@@ -33,50 +34,55 @@ class Plan:
     @property
     def identity(self) -> str:
         """Hash of the whole plan: equal plans train the same rows in the same order."""
-        return hashlib.sha256(repr((self.order, self.counted, self.epochs, self.global_batch)).encode()).hexdigest()[
-            :32
-        ]
+        digest = hashlib.sha256(f"{self.global_batch}/".encode())
+        for values, form in ((self.order, "<i8"), (self.counted, "?"), (self.epochs, "<i4")):
+            digest.update(np.ascontiguousarray(values, dtype=form).tobytes())
+        return digest.hexdigest()[:32]
 
 
 def make_plan(rows: int, seed: int, epochs: int, global_batch: int, max_steps: int | None) -> Plan:
     """The order of `epochs` passes over `rows` rows, each shuffled anew and padded to whole steps."""
-    order: list[int] = []
-    counted: list[bool] = []
-    numbers: list[int] = []
-    for epoch in range(epochs):
-        if max_steps is not None and len(order) >= max_steps * global_batch:
-            break
-        shuffled = epoch_order(rows, seed, epoch)
-        padding = -rows % global_batch
-        order += shuffled + [shuffled[i % rows] for i in range(padding)]
-        counted += [True] * rows + [False] * padding
-        numbers += [epoch] * (rows + padding)
-    end = len(order) if max_steps is None else max_steps * global_batch
-    return Plan(tuple(order[:end]), tuple(counted[:end]), tuple(numbers[:end]), global_batch)
+    positions = rows + -rows % global_batch
+    end = epochs * positions if max_steps is None else min(epochs * positions, max_steps * global_batch)
+    # An epoch begins anew where it needs rows to fill its last step.
+    order = [np.resize(epoch_order(rows, seed, epoch), positions) for epoch in range(-(-end // positions))]
+    place = np.arange(end)
+    return Plan(
+        np.concatenate(order)[:end], place % positions < rows, (place // positions).astype(np.int32), global_batch
+    )
 
 
-def epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
+def largest_step(plan: Plan, lengths: Sequence[int]) -> int:
+    """Most tokens in one optimizer step; `lengths` are those of the rows by number."""
+    return int(np.asarray(lengths)[plan.order].reshape(-1, plan.global_batch).sum(axis=1).max())
+
+
+def epoch_order(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """A permutation of the row numbers that depends on (rows, seed, epoch) alone."""
     digest = hashlib.sha256(f"order/{seed}/{epoch}".encode()).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
-    return [int(row) for row in generator.permutation(rows)]
+    return generator.permutation(rows)
 
 
 def windows(plan: Plan, window_rows: int, start: int) -> list[range]:
-    """Plan positions that are captured together: whole optimizer steps of one epoch, about `window_rows` each.
+    """Plan positions that are captured together, about `window_rows` each and never of two epochs.
 
-    Windows begin at fixed positions of the plan whatever `start` is, so that a resumed run captures the same batches;
-    the first of them is the one that holds `start`.
+    They are whole optimizer steps, or parts of one step where a step has more rows: a window is what an actor holds at
+    once. They begin at fixed positions of the plan whatever `start` is, so that a resumed run captures the same
+    batches; the first of them is the one that holds `start`.
     """
-    size = max(1, round(window_rows / plan.global_batch)) * plan.global_batch
+    step = plan.global_batch
+    size = max(1, round(window_rows / step)) * step
+    within = min(step, window_rows) if size == step else size
     # Epochs follow each other, so each ends where the next one's number would be sorted in.
-    ends = [bisect_right(plan.epochs, epoch) for epoch in sorted(set(plan.epochs))]
-    every = [
-        range(at, min(at + size, end))
+    ends = np.searchsorted(plan.epochs, np.unique(plan.epochs), side="right").tolist()
+    return [
+        range(at, min(at + within, outer + size, end))
         for begin, end in zip([0, *ends], ends, strict=False)
-        for at in range(begin, end, size)
+        for outer in range(begin, end, size)
+        for at in range(outer, min(outer + size, end), within)
+        if min(at + within, outer + size, end) > start
     ]
-    return [window for window in every if window.stop > start]
 
 
 def capture_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:

@@ -79,7 +79,7 @@ def make_share(
     """
     train = settings.train
     ids, masks = table.column("sample_id").to_pylist(), loss_masks(table)
-    counted = [plan.counted[position] for position in positions]
+    counted = [bool(plan.counted[position]) for position in positions]
     finite = finite_samples(table, draft.taps)
     # A GPU's kernels are compiled for a number of slots, and idle ones cost little.
     least = train.anchors if pinned else 1
@@ -92,7 +92,7 @@ def make_share(
         for row in rows:
             drawn, length = np.empty(0, np.int64), 0
             if counted[row] and finite[row]:
-                drawn = anchors_of(masks[row], settings, plan.epochs[positions[row]], ids[row])
+                drawn = anchors_of(masks[row], settings, int(plan.epochs[positions[row]]), ids[row])
                 length = len(masks[row])
                 available += int(np.count_nonzero(masks[row][:-1] & masks[row][1:]))
             used += len(drawn)

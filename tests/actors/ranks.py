@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -80,7 +81,7 @@ class Step:
 def steps_of(deal: Deal, rank: int) -> list[Step]:
     """The optimizer steps of this rank over all rows; every rank of the group calls it with the same deal."""
     settings, share = deal.settings, ROWS // deal.workers
-    plan = Plan(tuple(range(len(MASKS))), (True,) * len(MASKS), (0,) * len(MASKS), ROWS)
+    plan = Plan(np.arange(len(MASKS)), np.ones(len(MASKS), bool), np.zeros(len(MASKS), np.int32), ROWS)
     engine = make_engine(objective_of(small_drafter(CONFIG), settings), settings.train, steps=100)
     found: dict[str, Tensor] = {}
     update = engine.step

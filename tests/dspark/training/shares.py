@@ -74,5 +74,5 @@ def chain_settings_of(config: Eagle3Config, chains: Eagle3Settings, **train: Any
 def share_of(table: pa.Table, config: DraftConfig, settings: Settings, counted: Sequence[bool] | None = None) -> Share:
     """One rank's share that holds the whole table, all of it of epoch 0."""
     rows = table.num_rows
-    plan = Plan(tuple(range(rows)), tuple(counted or [True] * rows), (0,) * rows, rows)
+    plan = Plan(np.arange(rows), np.array(counted or [True] * rows), np.zeros(rows, np.int32), rows)
     return make_share(table, range(rows), plan, config, settings)

@@ -5,6 +5,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 # Three steps of five rows in micro-batches of two: the last of a step holds one row.
 MASKS = [[0, 1, 1, 1, 1, 1], [1, 1], [1, 1, 1, 0], [1] * 9, [0, 0, 1]] * 3
 STEPS, ROWS = 3, 5
-PLAN = Plan(tuple(range(15)), (True,) * 13 + (False,) * 2, (0,) * 15, ROWS)
+PLAN = Plan(np.arange(15), np.arange(15) < 13, np.zeros(15, np.int32), ROWS)
 THREADS = {"shares", "micro-batches"}
 
 

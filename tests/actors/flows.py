@@ -1,0 +1,143 @@
+"""Streams on Rays of their own: the cases of `test_flow.py`, each run in a process of its own (`alone`)."""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pyarrow as pa
+import ray
+from ray.cluster_utils import Cluster
+
+from actors.pipelines import blocks_of, capture_options, one_row_blocks, target_pool, window_table
+from actors.placement import TargetWatch, attended
+from benchmarks.stream import EmptyTarget, Flow, flow
+from dspark.config import Settings
+from dspark.data.plan import make_plan
+from dspark.errors import InputError
+from jobs.config import load_settings
+
+T = TypeVar("T")
+LABELS = {"role": "target"}
+
+
+def alone(case: Callable[..., T], *arguments: Any) -> T:
+    """What `case` returns in a fresh process, which may start its own Ray."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(case, arguments)
+
+
+def start_ray(store_mb: int) -> None:
+    ray.init(address="local", num_cpus=4, object_store_memory=store_mb * 2**20, include_dashboard=False)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+
+
+def slowly_read(preset: Path) -> tuple[Flow, int]:
+    """60 rows of 4 MB with 32 MB in flight, read at 25 a second; and the bytes that may be in flight."""
+    start_ray(512)
+    settings = load_settings(preset, ["targets.in_flight_mb=32", "targets.window_rows=4", "train.global_batch=1"])
+    return flow(settings, 60, 4 * 2**20, 0.04), settings.targets.in_flight_mb * 2**20
+
+
+class SlowTarget:
+    """Ten rows a second, each of which says where it was made."""
+
+    def __call__(self, window: pa.Table) -> Iterator[pa.Table]:
+        for position in range(window.column("start")[0].as_py(), window.column("stop")[0].as_py()):
+            time.sleep(0.1)
+            yield pa.table({"position": [position], "node": [ray.get_runtime_context().get_node_id()]})
+
+
+def joined_and_lost(preset: Path) -> dict[str, Any]:
+    """A stream from one node; a second one joins; the first is killed, later the second."""
+    overrides = [
+        "targets.max_actors=2",
+        "targets.window_rows=4",
+        "train.global_batch=1",
+        "ray.target_labels={role: target}",
+    ]
+    settings = load_settings(preset, overrides)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    first = cluster.add_node(num_cpus=1, labels=LABELS)
+    ray.init(address=cluster.address)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    rows = _rows(settings)
+    positions: list[int] = []
+    makers: set[str] = set()
+
+    def take(enough: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not enough():
+            row = next(rows)
+            positions.append(row.column("position")[0].as_py())
+            makers.add(row.column("node")[0].as_py())
+            assert time.monotonic() < deadline, (len(positions), makers)
+
+    take(lambda: len(positions) >= 8)
+    alone_at_first = len(makers)
+    second = cluster.add_node(num_cpus=2, labels=LABELS)
+    take(lambda: len(makers) == 2)
+    joined_at = len(positions)
+    cluster.remove_node(first, allow_graceful=False)
+    take(lambda: len(positions) >= joined_at + 40)
+    cluster.remove_node(second, allow_graceful=False)
+    since, error = time.monotonic(), ""
+    try:
+        take(lambda: False)
+    except InputError as caught:
+        error = str(caught)
+    found = {"alone": alone_at_first, "positions": positions, "error": error, "seconds": time.monotonic() - since}
+    with suppress(Exception):
+        ray.shutdown()
+        cluster.shutdown()
+    return found
+
+
+def _rows(settings: Settings) -> Iterator[pa.Table]:
+    plan = make_plan(5000, 0, 1, 1, None)
+    windows = window_table(settings, plan, range(len(plan.order)), 0)
+    dataset = one_row_blocks(windows, SlowTarget, **target_pool(settings))
+    dataset.context.execution_options = capture_options(settings)
+    (split,) = dataset.streaming_split(1, equal=True)
+    return attended(blocks_of(split), TargetWatch(settings))
+
+
+class Trial:
+    """A trainer in the hands of a sweep: it owns its stream."""
+
+    def begin(self, preset: Path) -> None:
+        settings = load_settings(preset, ["targets.window_rows=4", "train.global_batch=1"])
+        plan = make_plan(5000, 0, 1, 1, None)
+        windows = window_table(settings, plan, range(len(plan.order)), 0)
+        dataset = one_row_blocks(windows, EmptyTarget, fn_constructor_args=(64, 64), **target_pool(settings))
+        dataset.context.execution_options = capture_options(settings)
+        (self.split,) = dataset.streaming_split(1, equal=True)
+        self.rows = blocks_of(self.split)
+        next(self.rows)
+
+
+def pruned(preset: Path) -> tuple[int, float]:
+    """Producers of a trial that was begun, and seconds until the last of them has ended after the trial was killed."""
+    start_ray(256)
+    trial: Any = ray.remote(num_cpus=0)(Trial).remote()
+    ray.get(trial.begin.remote(preset))
+    producers = _producers()
+    ray.kill(trial)
+    since = time.monotonic()
+    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in producers):
+        if time.monotonic() - since > 60:
+            break
+        time.sleep(0.1)
+    return len(producers), time.monotonic() - since
+
+
+def _producers() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if "EmptyTarget" in " ".join(process.cmdline()):
+                found.append(process)
+    return found

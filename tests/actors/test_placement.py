@@ -1,0 +1,62 @@
+"""Waiting for rows, and what is told when no place for a target is left. No Ray."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from actors.placement import attended, lost_targets, places_on
+from dspark.errors import InputError
+
+NODE = {"Resources": {"CPU": 5.0, "GPU": 2.0}, "Labels": {"role": "target", "zone": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("needed", "labels", "places"),
+    [
+        ({"CPU": 2}, {}, 2),
+        ({"CPU": 1, "GPU": 1}, {"role": "target"}, 2),
+        ({"CPU": 1}, {"role": "trainer"}, 0),
+        ({"CPU": 1}, {"rack": "1"}, 0),
+        ({"CPU": 0.5}, {"zone": "a"}, 10),
+        ({"GPU": 4}, {}, 0),
+        ({"TPU": 1}, {}, 0),
+    ],
+)
+def test_a_node_has_places_by_its_scarcest_resource_if_it_has_the_labels(
+    needed: dict[str, float], labels: dict[str, str], places: int
+) -> None:
+    assert places_on(NODE, needed, labels) == places
+
+
+def test_rows_pass_in_order_and_an_error_of_their_source_too() -> None:
+    def rows() -> Iterator[int]:
+        yield from (1, 2, 3)
+        raise InputError("the disk is full")
+
+    taken = []
+    with pytest.raises(InputError, match="the disk is full"):
+        for row in attended(rows(), lambda _: None):
+            taken.append(row)
+    assert taken == [1, 2, 3]
+    assert list(attended(iter("ab"), lambda _: None)) == ["a", "b"]
+
+
+def test_whoever_looks_while_nothing_comes_can_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.placement._LOOK_S", 0.01)
+
+    def rows() -> Iterator[int]:
+        yield 1
+        time.sleep(60)
+        yield 2
+
+    def look(waited_s: float) -> None:
+        if waited_s > 0.05:
+            raise InputError(lost_targets([NODE, {"Resources": {"CPU": 8.0}}], {"GPU": 4}, {"role": "target"}))
+
+    waiting = attended(rows(), look)
+    assert next(waiting) == 1
+    with pytest.raises(
+        InputError, match=r"needs 4 logical GPUs on a node with labels.*the 2 nodes.*, 1 with these labels"
+    ):
+        next(waiting)
