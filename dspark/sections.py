@@ -1,9 +1,9 @@
 """Sections of the settings that say where a run works: target, data, evaluation, tracking, Ray."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -49,12 +49,38 @@ class DataSettings(Section):
         description="states for training: from target actors, from the cache, or in the first epoch from actors that "
         "also write the cache, which is read later",
     )
+    validation: Path | None = Field(None, description="rows that `validation.every` measures, as `prepare` writes them")
     max_length: Positive = Field(4096, description="tokens per training row; longer rows are cut at the end")
     thinking: bool | None = Field(None, description="`enable_thinking` of the chat template; null: not passed")
     max_bad_fraction: Fraction = Field(0.05, description="share of dropped rows above which the job stops")
     roles: dict[str, str] = Field(
         default_factory=dict, description="aliases of role names, such as {human: user, gpt: assistant}"
     )
+
+
+class ValidationSettings(Section):
+    """The objective on rows that training never sees, measured while it runs."""
+
+    every: Positive | None = Field(
+        None, description="optimizer steps between measurements on data.validation, and at the last; null: never"
+    )
+    metric: Literal["tau_probabilistic", "tau_greedy", "loss"] = Field(
+        "tau_probabilistic", description="what decides which checkpoint is better: the largest tau or the smallest loss"
+    )
+    patience: Positive | None = Field(
+        None, description="stop after so many measurements without a better one; null: train to the end"
+    )
+
+    @model_validator(mode="after")
+    def _patience_measures(self) -> Self:
+        if self.patience is not None and self.every is None:
+            raise ValueError(f"patience={self.patience} counts measurements: set validation.every too")
+        return self
+
+    @property
+    def smaller(self) -> bool:
+        """Whether a smaller value of the metric is better."""
+        return self.metric == "loss"
 
 
 class EvaluateSettings(Section):

@@ -70,7 +70,7 @@ def needs_of(settings: Settings, rows: Rows) -> Needs:
         evaluator_memory=settings.evaluate.actors
         * ((target + drafter) * SIZES[settings.evaluate.dtype] + PROCESS_BYTES),
         object_store=settings.ray.object_store_mb * 2**20,
-        disk=(train.keep_checkpoints + 1) * state + 2 * export,
+        disk=(train.kept + 1) * state + 2 * export,
     )
 
 
@@ -96,7 +96,7 @@ def check_machine(settings: Settings, rows: Rows) -> None:
     if (free := shutil.disk_usage(existing).free) < needs.disk:
         raise InputError(
             f"output={output} has {free / _GB:.1f} GB free, the run needs {needs.disk / _GB:.1f} GB: free some space, "
-            "choose another output, or lower train.keep_checkpoints"
+            "choose another output, or lower train.keep_last"
         )
     if settings.ray.address == "local":
         _check_memory(settings, needs)
