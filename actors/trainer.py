@@ -161,7 +161,8 @@ def measure(
     """Validates, with the averages if there are any, and decides whether the run is over; equally on every rank."""
     assert task.validation is not None, "settings with validation.every have rows for it"
     with used(averages):
-        progress.measured = validate(engine, task.draft, task.settings, vocabulary, task.validation)
+        tables = map(ray.get, task.validation.captured)
+        progress.measured = validate(engine, task.draft, task.settings, vocabulary, task.validation.rows, tables)
     wanted = task.settings.validation
     value = progress.measured.get(f"val_{wanted.metric}", math.nan)
     progress.plateau = progress.plateau.after(progress.step, value, wanted.smaller)

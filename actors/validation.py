@@ -7,7 +7,7 @@ The states are captured once: they stay in the object store, which spills what i
 epoch 0 at every measurement, so values of different steps differ by the weights alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,17 +72,22 @@ def captured_validation(settings: Settings, rows: pa.Table, origin: Origin) -> V
 
 
 def validate(
-    engine: DeepSpeedEngine, draft: AnyConfig, settings: Settings, vocabulary: Vocabulary, tables: Validation
+    engine: DeepSpeedEngine,
+    draft: AnyConfig,
+    settings: Settings,
+    vocabulary: Vocabulary,
+    rows: int,
+    tables: Iterable[pa.Table],
 ) -> dict[str, float]:
-    """The means over all validation rows as `val_<name>`, equal on every rank. Collective; changes no weight."""
+    """The means over all `rows` validation rows, in tables in plan order, as `val_<name>`, equal on every rank. Collective; changes no weight."""
     means: list[Means] = []
     rank, size = dist.get_rank(), settings.train.micro_batch
-    plan = validation_plan(tables.rows, settings.train)
+    plan = validation_plan(rows, settings.train)
     transfer, unit = Transfer(engine.device), torch.ones((), device=engine.device)
     with _without_training(engine):
-        for step, table in enumerate(tables.captured):
+        for step, table in enumerate(tables):
             first = step * plan.global_batch + rank * size
-            own = ray.get(table).slice(rank * size, size)
+            own = table.slice(rank * size, size)
             share = make_share(own, range(first, first + size), plan, draft, settings)
             part = transfer.begin(MicroBatch(share.batches[0], share.blocks[0])).get()
             means.append(engine(vocabulary, part.batch, part.blocks, unit).means)
