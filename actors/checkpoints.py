@@ -247,5 +247,8 @@ def progress_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def read_file(checkpoint: Checkpoint, name: str) -> bytes:
     """One file of a checkpoint, wherever it lies; the others are not fetched."""
-    with checkpoint.filesystem.open_input_stream(f"{checkpoint.path}/{name}") as stream:
-        return stream.read()
+    files = checkpoint.filesystem
+    assert files is not None, "a registered checkpoint knows its file system"
+    with files.open_input_stream(f"{checkpoint.path}/{name}") as stream:
+        data: bytes = stream.read()
+    return data

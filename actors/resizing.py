@@ -33,6 +33,9 @@ def check_resizable(workers: int, train: TrainSettings) -> None:
     reason = None
     if train.ema is not None:
         reason = "the moving averages of train.ema are cut for the ranks that made them"
+    elif stage_of(train) == 3:
+        # DeepSpeed 0.19.8 loads that form, and then cannot gather parameters in the first forward.
+        reason = "a universal checkpoint of ZeRO 3 cannot be trained on"
     elif stage_of(train) == 0 and train.precision == "bf16":
         reason = "DeepSpeed has no universal form of ZeRO 0 in bf16"
     if reason is not None:

@@ -129,7 +129,9 @@ def train(task: TrainTask) -> None:
             progress.take(done, taken.popleft())
             progress.over = done == task.plan.steps
             if _due(done, task.settings.validation.every, progress.over):
+                since = time.perf_counter()
                 measure(engine, task, vocabulary, progress, averages)
+                clock.lap("validation", since)
             ends = progress.over or watch.agreed
             saves = _due(done, settings.checkpoint_every, ends)
             # A record at each checkpoint, so that a run that goes on repeats no step of a record.

@@ -79,7 +79,10 @@ def validate(
     rows: int,
     tables: Iterable[pa.Table],
 ) -> dict[str, float]:
-    """The means over all `rows` validation rows, in tables in plan order, as `val_<name>`, equal on every rank. Collective; changes no weight."""
+    """The means over all `rows` validation rows as `val_<name>`, equal on every rank.
+
+    `tables` holds them in plan order. Collective; changes no weight.
+    """
     means: list[Means] = []
     rank, size = dist.get_rank(), settings.train.micro_batch
     plan = validation_plan(rows, settings.train)

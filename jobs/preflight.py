@@ -59,7 +59,7 @@ def needs_of(settings: Settings, rows: Rows) -> Needs:
     host = PROCESS_BYTES + rank.parts["micro-batches"] if gpu else rank.total
     actors = target_actors(settings)
     capture = 4 * settings.targets.batch_tokens * draft.hidden * (len(draft.taps) + 8)
-    state = drafter * (forward + 12) + drafter * forward
+    state = drafter * (forward + 12 + (4 if train.ema else 0)) + drafter * forward
     export = (drafter + 2 * draft.vocab * draft.hidden) * forward
     return Needs(
         target_weights=target,
@@ -70,7 +70,7 @@ def needs_of(settings: Settings, rows: Rows) -> Needs:
         evaluator_memory=settings.evaluate.actors
         * ((target + drafter) * SIZES[settings.evaluate.dtype] + PROCESS_BYTES),
         object_store=settings.ray.object_store_mb * 2**20,
-        disk=(train.kept + 1) * state + 2 * export,
+        disk=(0 if train.storage else (train.kept + 1) * state) + 2 * export,
     )
 
 

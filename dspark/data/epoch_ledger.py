@@ -8,7 +8,7 @@ One byte per row and epoch, which a checkpoint stores compressed: nearly nothing
 import io
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,7 +94,7 @@ class EpochLedger:
     def dump(self) -> bytes:
         """The ledger as one compressed file."""
         file = io.BytesIO()
-        arrays = {f"times.{epoch}": times for epoch, times in self.times.items()}
+        arrays: dict[str, NDArray[Any]] = {f"times.{epoch}": times for epoch, times in self.times.items()}
         arrays |= {f"counts.{epoch}": counts for epoch, counts in self.counts.items()}
         np.savez_compressed(file, rows=np.array(self.rows), **arrays)  # type: ignore[arg-type]
         return file.getvalue()

@@ -1,10 +1,15 @@
 """A run that goes on from a checkpoint makes the steps that the undisturbed run made."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from actors.resizing import check_resizable
 from dspark.data.epoch_ledger import Tally
-from tests.actors.resumed import SAVED, STAGES, STEPS, Outcome, run_all
+from dspark.errors import InputError
+from dspark.learning import TrainSettings
+from tests.actors.resumed import RESIZED, SAVED, STAGES, STEPS, Outcome, run_all
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +30,7 @@ def test_steps_after_a_resume_in_mid_epoch_are_those_of_the_undisturbed_run_bit_
     assert all(torch.equal(value, whole.averaged[name]) for name, value in resumed.averaged.items())
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", RESIZED)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_another_number_of_ranks_goes_on_with_the_same_losses_but_for_rounding(
     outcomes: dict[str, Outcome], workers: int, stage: int
@@ -54,3 +59,11 @@ def test_averages_follow_the_weights_by_their_decay(outcomes: dict[str, Outcome]
     assert any(not torch.allclose(averaged[0][name], plain[name], atol=1e-6) for name in plain)
     for other in averaged[1:]:
         assert all(torch.allclose(other[name], value, atol=1e-6) for name, value in averaged[0].items())
+
+
+@pytest.mark.parametrize("changes", [{"zero_stage": 3}, {"ema": 0.9}, {"zero_stage": 0, "precision": "bf16"}])
+def test_ranks_that_cannot_change_are_refused_with_both_numbers(changes: dict[str, Any]) -> None:
+    train = TrainSettings(workers=2, global_batch=8, **{"precision": "fp32", **changes})
+    check_resizable(2, train)
+    with pytest.raises(InputError, match=r"made by 4 ranks, this run has train\.workers=2, and"):
+        check_resizable(4, train)

@@ -98,7 +98,7 @@ def test_a_run_that_is_asked_to_stop_says_how_to_go_on_and_loses_nothing(
     whole: tuple[Path, list[float]], tmp_path: Path, number: signal.Signals
 ) -> None:
     preset, expected = whole
-    ranks = ["train.workers=2", "train.zero_stage=3"] if number == signal.SIGINT else []
+    ranks = ["train.workers=2", "train.zero_stage=2"] if number == signal.SIGINT else []
     run = start(str(preset), f"output={tmp_path}", *ranks)
     wait_for_records(run, tmp_path, 7)
     os.kill(run.pid, number)
@@ -109,7 +109,7 @@ def test_a_run_that_is_asked_to_stop_says_how_to_go_on_and_loses_nothing(
     assert 7 <= stopped < len(expected) and f"stopped at step {stopped} of {len(expected)}" in errors
     command = shlex.split(errors.split("to go on: ")[1])
     assert command[0] == "dspark" and command[-2:] == ["--resume", str(folder)]
-    # The other number of ranks is asked for at the resume: from two under ZeRO 3 to one.
+    # The other number of ranks is asked for at the resume: from two under ZeRO 2 to one.
     more = ["train.workers=1"] if ranks else []
     resumed = start(*command[2:-2], *more, *command[-2:])
     output, errors = resumed.communicate(timeout=280)

@@ -134,7 +134,7 @@ def test_what_a_kill_in_mid_save_leaves_is_never_loaded_and_cleared(
 def test_validation_decides_when_to_stop_and_which_checkpoint_is_exported(tmp_path: Path, tiny_target: Path) -> None:
     rows = write_conversations(tmp_path / "validation.jsonl", 5, seed=3)
     train = {"workers": 2, "zero_stage": 2, "checkpoint_every": 1, "keep_best": 2, "ema": 0.5, "lr": 0.3, "clip": 1e9}
-    changes = {"train": train, "validation": {"every": 1, "patience": 3, "metric": "loss"}}
+    changes: dict[str, Any] = {"train": train, "validation": {"every": 1, "patience": 3, "metric": "loss"}}
     preset = tiny_preset(tmp_path, tiny_target, **changes)
     remote = f"file://{tmp_path / 'remote'}"
     settings = load_settings(preset, [f"data.validation={rows}", f"train.storage={remote}"])
