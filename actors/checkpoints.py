@@ -1,57 +1,164 @@
-"""Training checkpoints through Ray Train: each rank's DeepSpeed shard, the drafter and the progress, in one folder.
+"""Training checkpoints through Ray Train: one folder per saved step, complete or never loaded.
 
-Ray Train uploads the ranks' files into `step-00000400/` of the run's storage and registers the folder when all have
-arrived; only registered folders are ever loaded.
+    step-00000400/
+      deepspeed/          each rank's shard: weights, master weights, optimizer, schedule
+      rank-00000.pt       each rank's random state, and its part of the moving averages
+      drafter.safetensors the whole drafter (averaged, with `train.ema`), without the target's embedding and head
+      ledger.npz          which rows were trained, and how often
+      settings.yaml       what the run was asked for
+      progress.json       steps done, ranks, validation so far, and what a run must share to go on
+
+Every rank uploads its files; Ray Train then registers the folder in its snapshot. What is not registered, as after a
+kill in mid-save, is never loaded, and removed when the run goes on.
 """
 
 import json
 import tempfile
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray.train
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from ray.train import Checkpoint, Result
 from safetensors.torch import save_file
 
+from actors.averages import Averages, used
+from actors.resizing import check_resizable, universal_shards
 from actors.task import TrainTask
 from actors.zero import whole_state
+from dspark.data.epoch_ledger import EpochLedger, Taken
+from dspark.data.folder import Folder
 from dspark.errors import InputError
+from dspark.training.plateau import Plateau
 
-PROGRESS, DRAFTER, TAG = "progress.json", "drafter.safetensors", "deepspeed"
+PROGRESS, DRAFTER, LEDGER, SETTINGS, TAG = (
+    "progress.json", "drafter.safetensors", "ledger.npz", "settings.yaml", "deepspeed",
+)  # fmt: skip
+# Ray Train's own record of registered folders; it is written in place, so a kill can leave half of one.
+SNAPSHOT, SPARE = "checkpoint_manager_snapshot.json", "checkpoint_manager_snapshot.spare.json"
 
 
-def save(engine: DeepSpeedEngine, task: TrainTask, step: int) -> None:
-    """Saves after `step` optimizer steps; every rank calls it at the same step, between two accumulation windows."""
-    assert engine.micro_steps % task.settings.train.accumulation == 0, "a checkpoint holds no half-made step"
-    state = whole_state(engine)
+@dataclass
+class Progress:
+    """What a run has done, besides the state of its engine."""
+
+    step: int
+    ledger: EpochLedger  # of the whole run up to the last checkpoint, on rank 0 alone
+    fresh: EpochLedger  # what this rank took since
+    plateau: Plateau = field(default_factory=Plateau)
+    measured: dict[str, float] = field(default_factory=dict)  # the validation of this step; empty: there was none
+    over: bool = False  # no step follows: the plan is done, or validation stopped to improve
+
+    @classmethod
+    def begin(cls, rows: int) -> "Progress":
+        """Of a run over so many rows, before its first step."""
+        return cls(0, EpochLedger(rows), EpochLedger(rows))
+
+    def take(self, step: int, taken: Taken) -> None:
+        """A step was made of these rows."""
+        self.step, self.measured = step, {}
+        self.fresh.take(taken)
+
+    def add_up(self, device: torch.device) -> None:
+        """Moves what all ranks took into rank 0's ledger; collective."""
+        for epoch, times in sorted(self.fresh.times.items()):
+            both = np.concatenate([times.astype(np.int32), self.fresh.counts[epoch].astype(np.int32)])
+            summed = torch.from_numpy(both).to(device)
+            dist.all_reduce(summed)
+            if dist.get_rank() == 0:
+                found = summed.cpu().numpy()
+                self.ledger.add({epoch: found[:-2].astype(np.uint8)}, {epoch: found[-2:].astype(np.int64)})
+        self.fresh = EpochLedger(self.fresh.rows)
+
+
+def save(engine: DeepSpeedEngine, task: TrainTask, progress: Progress, averages: Averages | None) -> None:
+    """Saves after an optimizer step; every rank calls it at the same step, between two accumulation windows."""
+    name = f"step-{progress.step:08d}"
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        engine.save_checkpoint(temporary, tag=TAG)
+        write(engine, task, progress, averages, Path(temporary))
         if dist.get_rank() == 0:
-            save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / DRAFTER)
-            (folder / PROGRESS).write_text(json.dumps({"step": step, "identity": task.identity}, indent=1))
-        ray.train.report({"step": step}, Checkpoint.from_directory(temporary), checkpoint_dir_name=f"step-{step:08d}")
+            _spare_snapshot(task.storage)
+        metrics: dict[str, float] = {"step": progress.step, **progress.measured}
+        ray.train.report(metrics, Checkpoint.from_directory(temporary), checkpoint_dir_name=name)
 
 
-def restore(engine: DeepSpeedEngine, task: TrainTask) -> int:
-    """Loads the newest registered checkpoint of this run and returns its number of finished steps; 0 without one.
+def write(
+    engine: DeepSpeedEngine, task: TrainTask, progress: Progress, averages: Averages | None, folder: Path
+) -> None:
+    """Writes this rank's files of a checkpoint; collective."""
+    assert engine.micro_steps % task.settings.train.accumulation == 0, "a checkpoint holds no half-made step"
+    progress.add_up(engine.device)
+    engine.save_checkpoint(str(folder), tag=TAG)
+    cuda = torch.cuda.get_rng_state(engine.device) if engine.device.type == "cuda" else None
+    own = {"torch": torch.get_rng_state(), "cuda": cuda, "averages": None if averages is None else averages.parts}
+    torch.save(own, folder / _own(dist.get_rank()))
+    with used(averages):
+        state = whole_state(engine)
+    if dist.get_rank() == 0:
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / DRAFTER)
+        (folder / LEDGER).write_bytes(progress.ledger.dump())
+        (folder / SETTINGS).write_text(task.written)
+        facts = {
+            "step": progress.step,
+            "over": progress.over,
+            "workers": dist.get_world_size(),
+            "validation": {"mark": _mark(task), **asdict(progress.plateau)},
+            "identity": task.identity,
+        }
+        (folder / PROGRESS).write_text(json.dumps(facts, indent=1))
+
+
+def restore(engine: DeepSpeedEngine, task: TrainTask, averages: Averages | None) -> Progress:
+    """Loads the newest registered checkpoint of this run; the beginning without one.
 
     Raises:
-        InputError: the checkpoint was made with other settings that matter, or DeepSpeed finds no state in it.
+        InputError: the checkpoint was made with other settings that matter, by another number of ranks that it cannot
+            be dealt out anew from, or DeepSpeed finds no state in it.
     """
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
-        return 0
-    done = resumable_steps(checkpoint, task)
+        return Progress.begin(len(task.sample_ids))
+    resumable_steps(checkpoint, task)
     with checkpoint.as_directory() as folder:
-        path, _ = engine.load_checkpoint(folder, tag=TAG)
-        if path is None:
-            raise InputError(
-                f"checkpoint {checkpoint.path} holds no DeepSpeed state for this rank: start without --resume"
-            )
-    return done
+        return read(engine, task, averages, Path(folder))
+
+
+def read(engine: DeepSpeedEngine, task: TrainTask, averages: Averages | None, folder: Path) -> Progress:
+    """Loads a checkpoint's folder into engine and averages; collective."""
+    facts = json.loads((folder / PROGRESS).read_text())
+    if facts["workers"] == dist.get_world_size():
+        path, _ = engine.load_checkpoint(str(folder), tag=TAG)
+        own = torch.load(folder / _own(dist.get_rank()), map_location="cpu", weights_only=True)
+        torch.set_rng_state(own["torch"])
+        if own["cuda"] is not None and engine.device.type == "cuda":
+            torch.cuda.set_rng_state(own["cuda"], engine.device)
+        if averages is not None:
+            averages.load(own["averages"])
+    else:
+        # Draws depend on seeds and sample ids alone, so ranks that are dealt anew need no random state of others.
+        with universal_shards(engine, folder, TAG, facts["workers"]) as shards:
+            path, _ = engine.load_checkpoint(str(shards), tag=TAG)
+    if path is None:
+        raise InputError(f"checkpoint {folder} holds no DeepSpeed state for this rank: start without --resume")
+    ledger = EpochLedger.load((folder / LEDGER).read_bytes())
+    progress = Progress(facts["step"], ledger, EpochLedger(ledger.rows), over=facts["over"])
+    found = dict(facts["validation"])
+    # Values of other rows, or of another metric, cannot be compared.
+    if found.pop("mark") == _mark(task):
+        progress.plateau = Plateau(**found)
+    return progress
+
+
+def _own(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
+
+
+def _mark(task: TrainTask) -> str | None:
+    return None if task.validation is None else task.validation.mark
 
 
 def check_identity(found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -68,34 +175,80 @@ def check_identity(found: dict[str, Any], wanted: dict[str, Any]) -> None:
             )
 
 
-def newest_checkpoint(storage: Path) -> Checkpoint | None:
-    """The newest registered checkpoint under a run's storage folder, None when there is none yet."""
-    if not (storage / "checkpoint_manager_snapshot.json").exists():
+def newest_checkpoint(storage: str | Path) -> Checkpoint | None:
+    """The newest registered checkpoint under a run's storage, a folder or URI; None when there is none yet."""
+    if SNAPSHOT not in Folder(storage).sizes():
         return None
     return Result.from_path(str(storage)).checkpoint
+
+
+def best_checkpoint(storage: str | Path, metric: str, smaller: bool) -> Checkpoint | None:
+    """Of the registered checkpoints that carry the metric, the one with the best; of equal ones the first."""
+    measured = [
+        (metrics[metric] if smaller else -metrics[metric], checkpoint)
+        for checkpoint, metrics in Result.from_path(str(storage)).best_checkpoints or []
+        if metric in metrics
+    ]
+    return min(measured, key=lambda one: one[0])[1] if measured else None
+
+
+def settle_storage(storage: str | Path) -> None:
+    """Clears what a kill in mid-save left: half a snapshot, and folders that were never registered or are no more."""
+    folder = Folder(storage)
+    if SNAPSHOT in folder.sizes():
+        try:
+            json.loads(folder.read(SNAPSHOT))
+        except ValueError:
+            if SPARE in folder.sizes():
+                folder.write(SNAPSHOT, folder.read(SPARE))
+            else:
+                folder.remove(SNAPSHOT)
+    known: set[str] = set()
+    if SNAPSHOT in folder.sizes():
+        result = Result.from_path(str(storage))
+        registered = [result.checkpoint, *(one for one, _ in result.best_checkpoints or [])]
+        known = {Path(one.path).name for one in registered if one is not None}
+    for name in folder.folders():
+        if name.startswith("step-") and name not in known:
+            folder.remove_folder(name)
+
+
+def _spare_snapshot(storage: str) -> None:
+    """Copies Ray Train's snapshot before it is written anew; its folders are only removed after that."""
+    folder = Folder(storage)
+    if SNAPSHOT in folder.sizes():
+        folder.write(SPARE, folder.read(SNAPSHOT))
 
 
 def resumable_steps(checkpoint: Checkpoint | None, task: TrainTask) -> int:
     """Optimizer steps that a checkpoint of this run holds; 0 for None.
 
     Raises:
-        InputError: the checkpoint was made with other settings that matter.
+        InputError: the checkpoint was made with other settings that matter, or by a number of ranks that cannot change.
     """
     if checkpoint is None:
         return 0
-    progress = _progress(checkpoint)
-    check_identity(progress["identity"], json.loads(json.dumps(task.identity)))
-    return int(progress["step"])
+    facts = progress_of(checkpoint)
+    check_identity(facts["identity"], json.loads(json.dumps(task.identity)))
+    check_resizable(facts["workers"], task.settings.train)
+    return int(facts["step"])
 
 
 def finished_steps(checkpoint: Checkpoint | None) -> int:
     """Optimizer steps that a checkpoint holds; 0 for None."""
-    if checkpoint is None:
-        return 0
-    return int(_progress(checkpoint)["step"])
+    return 0 if checkpoint is None else int(progress_of(checkpoint)["step"])
 
 
-def _progress(checkpoint: Checkpoint) -> dict[str, Any]:
-    with checkpoint.as_directory() as folder:
-        progress: dict[str, Any] = json.loads((Path(folder) / PROGRESS).read_text())
-    return progress
+def progress_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
+    facts: dict[str, Any] = json.loads(read_file(checkpoint, PROGRESS))
+    return facts
+
+
+def read_file(checkpoint: Checkpoint, name: str) -> bytes:
+    """One file of a checkpoint, wherever it lies; the others are not fetched."""
+    files = checkpoint.filesystem
+    assert files is not None, "a registered checkpoint knows its file system"
+    with files.open_input_stream(f"{checkpoint.path}/{name}") as stream:
+        data: bytes = stream.read()
+    return data

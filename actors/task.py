@@ -16,6 +16,15 @@ from dspark.model.kinds import AnyConfig
 
 
 @dataclass(frozen=True)
+class Validation:
+    """Rows that are measured and never trained. `captured`: references to their tables, in plan order."""
+
+    rows: int
+    mark: str  # what measurements must have in common to be compared: the rows, and which metric
+    captured: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class TrainTask:
     """Settings, architecture, plan and data identity of one run."""
 
@@ -29,6 +38,10 @@ class TrainTask:
     records: Any  # ray.util.queue.Queue, filled by rank 0 with one dict per logged step
     started_from: str | None = None  # fingerprint of the folder `drafter.start_from`
     streams: tuple[str, ...] = ("steps",)  # names of the datasets that hold the plan's tables, one after the other
+    storage: str = ""  # folder or URI of the run's checkpoints
+    written: str = ""  # the settings as YAML, without secrets
+    stop: Any = None  # handle of the run's StopActor; None: nobody can stop it
+    validation: Validation | None = None
 
     def positions(self, step: int, rank: int) -> range:
         """Plan positions of a rank's rows of a step: rows are dealt to the ranks in turn."""
@@ -57,6 +70,6 @@ class TrainTask:
 
 
 _TRAIN_KEYS = {
-    "workers", "zero_stage", "precision", "global_batch", "micro_batch", "pack_tokens", "anchors", "lr", "warmup",
-    "betas", "weight_decay", "clip",
+    "zero_stage", "precision", "global_batch", "micro_batch", "pack_tokens", "anchors", "lr", "warmup",
+    "betas", "weight_decay", "clip", "ema",
 }  # fmt: skip

@@ -10,6 +10,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
+from dspark.errors import StoppedError
 from dspark.sections import TrackingSettings
 
 _METRICS_PER_CALL, _PARAMS_PER_CALL, _LONGEST_PARAM = 1000, 100, 500
@@ -46,7 +47,7 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt | StoppedError)
         state = "FINISHED" if kind is None else "KILLED" if interrupted else "FAILED"
         self.client.set_terminated(self.run_id, status=state)
 

@@ -3,6 +3,7 @@
     captured rows (this rank's share of a step) -> anchors, blocks and micro-batches, while earlier steps are made
       -> one all-reduce of the weights -> micro-batches: forward, backward -> optimizer step
       -> every `log_every`: one all-reduce of metrics, one record
+      -> every `validation.every` and `checkpoint_every`: validation, a checkpoint
 
 Every rank makes the same calls in the same order, whatever its rows hold (`dspark.training.share`). Between two records
 nothing here waits for the device; DeepSpeed does in its optimizer step, for the norm of the gradients.
@@ -10,13 +11,15 @@ nothing here waits for the device; DeepSpeed does in its optimizer step, for the
 
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 
 import deepspeed
+import numpy as np
 import pyarrow as pa
 import ray
 import ray.train
@@ -24,13 +27,17 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from actors.checkpoints import restore, save
+from actors.averages import Averages, used
+from actors.checkpoints import Progress, restore, save
 from actors.pipelines import blocks_of
 from actors.placement import TargetWatch, attended
+from actors.stopping import StopWatch
 from actors.task import TrainTask
+from actors.validation import validate
 from actors.zero import backward_scale, make_engine, take_step, whole_state
 from dspark.config import Settings
 from dspark.data.captures import origin_of, refuse_fault
+from dspark.data.epoch_ledger import Taken
 from dspark.data.plan import windows
 from dspark.errors import InputError
 from dspark.model.drafter import Drafter
@@ -102,36 +109,82 @@ def train(task: TrainTask) -> None:
     if isinstance(drafter, Drafter) and task.start is not None and ray.train.get_checkpoint() is None:
         start_from_bigrams(drafter, ray.get(task.start), vocabulary)
     engine = make_engine(objective_of(drafter, task.settings), settings, task.plan.steps)
-    start = restore(engine, task)
+    averages = Averages.wanted(engine, settings.ema)
+    progress = restore(engine, task, averages)
+    if progress.over:
+        return
+    taken: deque[Taken] = deque()
+    places = {sample: row for row, sample in enumerate(task.sample_ids)}
 
     def share_of(captured: tuple[int, pa.Table]) -> Share:
         positions = task.positions(captured[0], dist.get_rank())
-        return make_share(captured[1], positions, task.plan, task.draft, task.settings, pinned=device.type == "cuda")
+        share = make_share(captured[1], positions, task.plan, task.draft, task.settings, pinned=device.type == "cuda")
+        taken.append(_taken(captured[1], positions, task, share, places))
+        return share
 
-    clock, means = Clock(), list[Means]()
-    tables = captured_tables(task, [ray.train.get_dataset_shard(name) for name in task.streams], start)
+    clock, means, watch = Clock(), list[Means](), StopWatch(task.stop)
+    tables = captured_tables(task, [ray.train.get_dataset_shard(name) for name in task.streams], progress.step)
     with closing(ready_shares(tables, share_of, device, settings.prefetch, clock.book)) as shares:
-        for done, share in enumerate(shares, start + 1):
+        for done, share in enumerate(shares, progress.step + 1):
             clock.rate = float(engine.get_lr()[0])
-            means += [share.counts, *optimizer_step(engine, task.settings, vocabulary, share, clock)]
-            last = done == task.plan.steps
-            if done % settings.log_every == 0 or last:
-                record(engine, task, done, means, clock)
+            means += [share.counts, *optimizer_step(engine, task.settings, vocabulary, share, clock, watch)]
+            if averages is not None:
+                averages.follow()
+            progress.take(done, taken.popleft())
+            progress.over = done == task.plan.steps
+            if _due(done, task.settings.validation.every, progress.over):
+                since = time.perf_counter()
+                measure(engine, task, vocabulary, progress, averages)
+                clock.lap("validation", since)
+            ends = progress.over or watch.agreed
+            saves = _due(done, settings.checkpoint_every, ends)
+            # A record at each checkpoint, so that a run that goes on repeats no step of a record.
+            if saves or progress.measured or done % settings.log_every == 0:
+                record(engine, task, done, means, clock, progress.measured)
                 clock.restart()
                 means = []
-            if done % settings.checkpoint_every == 0 or last:
-                save(engine, task, done)
-            every = task.settings.evaluate.every
-            if every is not None and done % every == 0 and not last:
-                offer(engine, task, done)
+            if saves:
+                save(engine, task, progress, averages)
+            if ends:
+                return
+            if _due(done, task.settings.evaluate.every, False):
+                offer(engine, task, done, averages)
 
 
-def offer(engine: DeepSpeedEngine, task: TrainTask, done: int) -> None:
+def offer(engine: DeepSpeedEngine, task: TrainTask, done: int, averages: Averages | None) -> None:
     """Hands the drafter to the driver, for whoever measures it meanwhile; collective under ZeRO 3."""
-    state = whole_state(engine)
+    with used(averages):
+        state = whole_state(engine)
     if dist.get_rank() == 0:
         # By value: an object of this process would be lost with it, and a measurement may outlive the trainers.
         task.records.put({"step": done, "drafter": state})
+
+
+def _due(done: int, every: int | None, last: bool) -> bool:
+    return every is not None and (done % every == 0 or last)
+
+
+def _taken(table: pa.Table, positions: range, task: TrainTask, share: Share, places: dict[str, int]) -> Taken:
+    """What the ledger books when the share has been trained, from the rows that arrived."""
+    ids = table.column("sample_id").to_pylist()
+    rows = [places[one] for one, position in zip(ids, positions, strict=True) if task.plan.counted[position]]
+    bare, bad = (int(share.counts[name].total) for name in ("rows_without_anchors", "rows_not_finite"))
+    return Taken(int(task.plan.epochs[positions[0]]), np.array(rows, np.int64), bare, bad)
+
+
+def measure(
+    engine: DeepSpeedEngine, task: TrainTask, vocabulary: Vocabulary, progress: Progress, averages: Averages | None
+) -> None:
+    """Validates, with the averages if there are any, and decides whether the run is over; equally on every rank."""
+    assert task.validation is not None, "settings with validation.every have rows for it"
+    with used(averages):
+        tables = map(ray.get, task.validation.captured)
+        progress.measured = validate(engine, task.draft, task.settings, vocabulary, task.validation.rows, tables)
+    wanted = task.settings.validation
+    value = progress.measured.get(f"val_{wanted.metric}", math.nan)
+    progress.plateau = progress.plateau.after(progress.step, value, wanted.smaller)
+    if wanted.patience is not None and progress.plateau.waited >= wanted.patience:
+        progress.over = True
 
 
 def _initial_drafter(task: TrainTask) -> AnyDrafter:
@@ -188,11 +241,15 @@ def _check_rows(task: TrainTask, step: int, table: pa.Table) -> None:
 
 
 def optimizer_step(
-    engine: DeepSpeedEngine, settings: Settings, vocabulary: Vocabulary, share: ReadyShare, clock: Clock
+    engine: DeepSpeedEngine,
+    settings: Settings,
+    vocabulary: Vocabulary,
+    share: ReadyShare,
+    clock: Clock,
+    watch: StopWatch,
 ) -> list[Means]:
     """All micro-batches of one step and the update. Returns this rank's metrics, not yet reduced."""
-    denominators = share.weights.clone()
-    dist.all_reduce(denominators)
+    denominators = watch.summed(share.weights)
     if settings.loss.denominator == "global":
         denominators = denominators.sum().expand_as(denominators)
     means = []
@@ -210,8 +267,10 @@ def optimizer_step(
     return means
 
 
-def record(engine: DeepSpeedEngine, task: TrainTask, done: int, means: list[Means], clock: Clock) -> None:
-    """Reduces the metrics since the last record and sends them to the driver.
+def record(
+    engine: DeepSpeedEngine, task: TrainTask, done: int, means: list[Means], clock: Clock, measured: Mapping[str, float]
+) -> None:
+    """Reduces the metrics since the last record and sends them to the driver with what validation `measured`.
 
     Raises:
         InputError: the loss is not finite; raised on every rank, since all hold the reduced value.
@@ -229,6 +288,7 @@ def record(engine: DeepSpeedEngine, task: TrainTask, done: int, means: list[Mean
     if dist.get_rank() == 0:
         elapsed = time.perf_counter() - clock.started
         tokens = values.pop("tokens") * dist.get_world_size()
+        values |= measured
         values |= {f"seconds_{phase}": seconds / clock.steps for phase, seconds in sorted(clock.seconds.items())}
         values |= {
             "seconds_total": elapsed / clock.steps,

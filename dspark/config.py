@@ -26,6 +26,7 @@ from dspark.sections import (
     TargetPoolSettings,
     TargetSettings,
     TrackingSettings,
+    ValidationSettings,
 )
 
 
@@ -44,6 +45,7 @@ class Settings(Section):
     loss: LossSettings = LossSettings()
     eagle3: Eagle3Settings = Eagle3Settings()
     train: TrainSettings = TrainSettings()
+    validation: ValidationSettings = ValidationSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     calibrate: CalibrateSettings = CalibrateSettings()
     tracking: TrackingSettings = TrackingSettings()
@@ -76,6 +78,18 @@ class Settings(Section):
                 f"targets.max_actors={self.targets.max_actors} is below targets.actors={self.targets.actors}"
             )
         self._check_device_map()
+        if self.validation.every is not None and self.data.validation is None:
+            raise ValueError(f"validation.every={self.validation.every} measures data.validation: name that file")
+        if self.validation.every is None and self.data.validation is not None:
+            raise ValueError("data.validation is measured every validation.every steps: set that number")
+        if self.train.keep_best is not None and (
+            self.validation.every is None or self.train.checkpoint_every % self.validation.every
+        ):
+            raise ValueError(
+                f"train.keep_best={self.train.keep_best} needs a measurement at each checkpoint: make "
+                f"train.checkpoint_every={self.train.checkpoint_every} a multiple of "
+                f"validation.every={self.validation.every}"
+            )
         if self.data.source == "live_and_keep" and self.cache.taps != "bf16":
             raise ValueError(
                 f"cache.taps={self.cache.taps} loses precision: with data.source=live_and_keep later epochs would "

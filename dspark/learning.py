@@ -129,8 +129,17 @@ class TrainSettings(Section):
     weight_decay: Weight = 0.0
     clip: Annotated[float, Field(gt=0)] = Field(1.0, description="largest gradient norm")
     log_every: Positive = 10
-    checkpoint_every: Positive = 3000
-    keep_checkpoints: Positive = Field(2, description="newest checkpoints kept")
+    checkpoint_every: Positive = Field(3000, description="optimizer steps between checkpoints; the last step has one")
+    keep_last: Positive | None = Field(None, description="newest checkpoints kept; null: 2, or 1 beside `keep_best`")
+    keep_best: Positive | None = Field(
+        None, description="checkpoints with the best `validation.metric` kept beside the newest one; null: none"
+    )
+    storage: str | None = Field(
+        None, description="folder or URI (s3://, gs://, file://) of the checkpoints; null: in the run's folder"
+    )
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="decay of the weights' moving average, which is validated and exported; null: none"
+    )
     max_failures: Count = Field(2, description="restarts of the trainer group after a fault")
 
     @model_validator(mode="after")
@@ -147,6 +156,21 @@ class TrainSettings(Section):
                 "pack: raise micro_batch or set pack_tokens=null"
             )
         return self
+
+    @model_validator(mode="after")
+    def _kept_by_one_rule(self) -> Self:
+        # Ray Train sorts checkpoints by age or by one score; the newest stays in any case.
+        if self.keep_best is not None and self.keep_last not in (None, 1):
+            raise ValueError(
+                f"keep_best={self.keep_best} keeps the newest checkpoint besides, and no more by age: set keep_last=1, "
+                "or keep_best=null"
+            )
+        return self
+
+    @property
+    def kept(self) -> int:
+        """Checkpoints that Ray Train keeps by its rule."""
+        return self.keep_best or self.keep_last or 2
 
     @property
     def share(self) -> int:

@@ -96,6 +96,7 @@ class DataSettings(Section):
         description="states for training: from target actors, from the cache, or in the first epoch from actors that "
         "also write the cache, which is read later",
     )
+    validation: Path | None = Field(None, description="rows that `validation.every` measures, as `prepare` writes them")
     max_length: Positive = Field(4096, description="tokens per training row; longer rows are cut at the end")
     thinking: bool | None = Field(None, description="`enable_thinking` of the chat template; null: not passed")
     max_bad_fraction: Fraction = Field(0.05, description="share of dropped rows above which the job stops")
@@ -106,6 +107,31 @@ class DataSettings(Section):
 
 Batches = Annotated[tuple[Positive, ...], BeforeValidator(_listed), AfterValidator(_distinct), Field(min_length=1)]
 Benchmarks = Annotated[tuple[Annotated[str, AfterValidator(_benchmark)], ...], AfterValidator(_distinct)]
+
+
+class ValidationSettings(Section):
+    """The objective on rows that training never sees, measured while it runs."""
+
+    every: Positive | None = Field(
+        None, description="optimizer steps between measurements on data.validation, and at the last; null: never"
+    )
+    metric: Literal["tau_probabilistic", "tau_greedy", "loss"] = Field(
+        "tau_probabilistic", description="what decides which checkpoint is better: the largest tau or the smallest loss"
+    )
+    patience: Positive | None = Field(
+        None, description="stop after so many measurements without a better one; null: train to the end"
+    )
+
+    @model_validator(mode="after")
+    def _patience_measures(self) -> Self:
+        if self.patience is not None and self.every is None:
+            raise ValueError(f"patience={self.patience} counts measurements: set validation.every too")
+        return self
+
+    @property
+    def smaller(self) -> bool:
+        """Whether a smaller value of the metric is better."""
+        return self.metric == "loss"
 
 
 class EvaluateSettings(Section):

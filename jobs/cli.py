@@ -4,6 +4,7 @@ A module is imported when its command runs, so that `dspark --help` needs neithe
 """
 
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,9 +15,12 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from dspark.errors import InputError
+from dspark.errors import InputError, StoppedError
 from jobs.cache import commands as cache_commands
 from jobs.config import describe_settings, load_settings
+
+# The exit code for "try again" in sysexits.h: schedulers tell it from a failure.
+STOPPED = 75
 
 app = typer.Typer(
     help="Trains drafters for speculative decoding of your own language model.",
@@ -280,7 +284,7 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """`dspark ...`: exits 0 only on success, 2 on bad input, 130 when interrupted."""
+    """`dspark ...`: exits 0 only on success, 2 on bad input, 75 when stopped and resumable, 130 when interrupted."""
     _run(sys.argv[1:])
 
 
@@ -292,11 +296,22 @@ def command_main(name: str) -> None:
 def _run(arguments: list[str]) -> None:
     try:
         app(arguments, prog_name="dspark")
+    except StoppedError as error:
+        command = shlex.join(["dspark", *_without_resume(arguments), "--resume", error.folder])
+        Console(stderr=True, highlight=False).print(f"{error}; to go on: {command}", soft_wrap=True, markup=False)
+        sys.exit(STOPPED)
     except InputError as error:
         # Ray hands over an error of an actor with a traceback as its text; the error itself is the cause.
         cause = getattr(error, "cause", error)
         Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(cause)), soft_wrap=True)
         sys.exit(2)
+
+
+def _without_resume(arguments: list[str]) -> list[str]:
+    """The command's arguments but for the folder that it resumed."""
+    at = next((place for place, text in enumerate(arguments) if text.partition("=")[0] == "--resume"), len(arguments))
+    end = at + (1 if "=" in "".join(arguments[at : at + 1]) else 2)
+    return [*arguments[:at], *arguments[end:]]
 
 
 def _end(success: bool) -> None:

@@ -27,12 +27,14 @@ _MODEL, _SOURCE = ("target", "model"), ("prepare", "source")
 _PATHS: Mapping[tuple[str, ...], Literal["preset", "home"]] = {
     ("data", "conversations"): "preset",
     ("data", "held_out"): "preset",
+    ("data", "validation"): "preset",
     ("evaluate", "benchmarks"): "preset",
     ("drafter", "start_from"): "preset",
     _MODEL: "preset",
     _SOURCE: "preset",
     ("prepare", "folder"): "home",
     ("cache", "folder"): "home",
+    ("train", "storage"): "home",
     ("output",): "home",
 }
 _SHOWN_CHARACTERS = 80
@@ -103,8 +105,9 @@ def check_files(settings: Settings) -> None:
         for key, path in (
             ("data.conversations", settings.data.conversations),
             ("data.held_out", settings.data.held_out),
+            ("data.validation", settings.data.validation),
         )
-        if not path.is_file()
+        if path is not None and not path.is_file()
     ]
     folder = settings.evaluate.benchmarks
     if folder is not None and not folder.is_dir():

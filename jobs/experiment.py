@@ -26,9 +26,10 @@ class Experiment:
     resumed: bool
 
     @property
-    def checkpoints(self) -> Path:
-        """Ray Train's storage of this run."""
-        return self.folder / "train"
+    def checkpoints(self) -> str:
+        """Ray Train's storage of this run: a folder in the run's own, or of the run's name in `train.storage`."""
+        storage = self.settings.train.storage
+        return str(self.folder / "train") if storage is None else f"{storage.rstrip('/')}/{self.folder.name}"
 
     @property
     def drafter(self) -> Path:

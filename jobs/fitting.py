@@ -2,40 +2,56 @@
 
 import json
 import threading
-from dataclasses import dataclass
-from pathlib import Path
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass, replace
 from queue import Empty
 from typing import Any
 
 import pyarrow.compute as pc
 import ray
 import torch
-from ray.train import CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train import Checkpoint, CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load
 
-from actors.checkpoints import DRAFTER, finished_steps, newest_checkpoint, resumable_steps
+from actors.checkpoints import (
+    DRAFTER,
+    LEDGER,
+    best_checkpoint,
+    finished_steps,
+    newest_checkpoint,
+    progress_of,
+    read_file,
+    resumable_steps,
+    settle_storage,
+)
 from actors.pipelines import capture_options, check_store
+from actors.stopping import StopActor
 from actors.target import BigramActor
 from actors.task import TrainTask
 from actors.trainer import train_rank
+from actors.validation import captured_validation
 from dspark.config import Settings
 from dspark.data.cache import bytes_per_token
+from dspark.data.epoch_ledger import EpochLedger, Tally
 from dspark.data.plan import largest_step
 from dspark.data.rows import sample_at, supervised_counts
-from dspark.errors import InputError
+from dspark.errors import InputError, StoppedError
 from dspark.model.checkpoints import save_drafter
 from dspark.target import DTYPES, load_vocabulary, load_whole_config
+from jobs.config import dump_settings
 from jobs.experiment import Experiment
 from jobs.following import Following
 from jobs.progress import Stage, not_finite, stage, training_note, which_side
 from jobs.rows import Rows
+from jobs.signals import stop_signals
 from jobs.streams import Streams, step_streams, stream_names
 
 HISTORY = "history.jsonl"
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,7 @@ class Fitted:
 
     steps: int
     history: list[dict[str, float]]
+    ledger: Tally
 
 
 def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
@@ -51,34 +68,53 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
 
     Raises:
         InputError: a checkpoint of other settings, or the first cause of a failure that a setting can mend.
+        StoppedError: a signal asked for it, and the run has saved where it is.
     """
     settings, plan = experiment.settings, rows.plan
     storage = experiment.checkpoints
-    # On the driver's node: one that is lost must not take the records along.
+    settle_storage(storage)
+    # On the driver's node: one that is lost must not take the records or the wish to stop along.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     queue = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
-    done = finished_steps(newest_checkpoint(storage))
+    flag: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(StopActor).remote()
+    checkpoint = newest_checkpoint(storage)
+    done, over = finished_steps(checkpoint), checkpoint is not None and progress_of(checkpoint)["over"]
+    if experiment.resumed:
+        console.print(f"resumed at step {done}" if done else "no checkpoint yet: the run begins anew", highlight=False)
     start = None if done or settings.drafter.init == "random" else _bigrams(settings, rows)
     task = TrainTask(
         settings, rows.draft, plan, rows.sample_ids, rows.origin, rows.kept, start, queue, rows.start,
-        stream_names(settings),
+        stream_names(settings), storage, dump_settings(settings), flag,
     )  # fmt: skip
-    resumable_steps(newest_checkpoint(storage), task)
+    resumable_steps(checkpoint, task)
     check_store(settings, held_bytes(rows))
+    if not over and rows.validation is not None:
+        task = replace(task, validation=captured_validation(settings, rows.validation, rows.origin))
     with (
         step_streams(settings, rows, storage) as streams,
         stage(console, "train", plan.steps) as bar,
         Records(experiment, queue, bar, done, Following(experiment, rows, console)) as records,
+        stop_signals(console) as asked,
     ):
-        if done < plan.steps:
-            _trainer(settings, task, storage, streams).fit()
+        if not over:
+            _fit(_trainer(settings, task, storage, streams), asked, flag)
     if records.error is not None:
         raise InputError(records.error)
     for said in (which_side(records.history, settings), not_finite(records.history)):
         if said is not None:
             console.print(said, soft_wrap=True)
+    checkpoint = newest_checkpoint(storage)
+    if checkpoint is None:
+        raise RuntimeError(f"training ended without a checkpoint in {storage}")
+    facts = progress_of(checkpoint)
+    if not facts["over"]:
+        raise StoppedError(
+            f"stopped at step {facts['step']} of {plan.steps}, with a checkpoint", str(experiment.folder)
+        )
+    ledger = _balance(experiment, rows, checkpoint)
+    console.print(f"ledger: {ledger}", highlight=False)
     _export(experiment, rows)
-    return Fitted(plan.steps, records.history)
+    return Fitted(facts["step"], records.history, ledger)
 
 
 def held_bytes(rows: Rows) -> int:
@@ -87,7 +123,48 @@ def held_bytes(rows: Rows) -> int:
     return 2 * largest_step(rows.plan, lengths) * bytes_per_token(rows.origin)
 
 
-def _trainer(settings: Settings, task: TrainTask, storage: Path, streams: Streams) -> TorchTrainer:
+def _fit(trainer: TorchTrainer, asked: threading.Event, flag: Any) -> None:
+    """Runs Ray Train beside this thread, which passes on the wish to stop.
+
+    In the main thread Ray Train takes SIGINT for itself and aborts, and no handler runs while it waits.
+    """
+    ended: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(trainer.fit())
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name="ray-train", daemon=True).start()
+    told = False
+    while not ended.done():
+        if asked.is_set() and not told:
+            flag.ask.remote()
+            told = True
+        wait([ended], timeout=_LOOK_S)
+    ended.result()
+
+
+def _balance(experiment: Experiment, rows: Rows, checkpoint: Checkpoint) -> Tally:
+    """What was trained beside what was planned, also in `ledger.json`, by epoch.
+
+    Raises:
+        RuntimeError: a row was lost or trained twice.
+    """
+    steps = finished_steps(checkpoint)
+    epochs = EpochLedger.load(read_file(checkpoint, LEDGER)).tallies(rows.plan, steps)
+    total = sum(epochs.values(), Tally())
+    found = {"steps": steps, **asdict(total), "epochs": {epoch: asdict(one) for epoch, one in epochs.items()}}
+    (experiment.folder / "ledger.json").write_text(json.dumps(found, indent=1) + "\n")
+    if total.missing or total.repeated:
+        raise RuntimeError(f"the ledger does not balance after {steps} steps: {total}")
+    return total
+
+
+def _trainer(settings: Settings, task: TrainTask, storage: str, streams: Streams) -> TorchTrainer:
+    parent, _, name = storage.rpartition("/")
+    wanted = settings.validation
     return TorchTrainer(
         train_rank,
         train_loop_config={"task": task},
@@ -98,10 +175,14 @@ def _trainer(settings: Settings, task: TrainTask, storage: Path, streams: Stream
             label_selector=settings.ray.trainer_labels or None,  # type: ignore[call-arg]  # of the class of before
         ),
         run_config=RunConfig(
-            name=storage.name,
-            storage_path=str(storage.parent),
+            name=name,
+            storage_path=parent,
             failure_config=FailureConfig(max_failures=settings.train.max_failures),
-            checkpoint_config=CheckpointConfig(num_to_keep=settings.train.keep_checkpoints),
+            checkpoint_config=CheckpointConfig(
+                num_to_keep=settings.train.kept,
+                checkpoint_score_attribute=f"val_{wanted.metric}" if settings.train.keep_best else None,
+                checkpoint_score_order="min" if wanted.smaller else "max",
+            ),
         ),
         datasets=dict(streams),
         dataset_config=DataConfig(execution_options=capture_options(settings), enable_shard_locality=False),
@@ -184,14 +265,18 @@ def _read(path: Any) -> list[dict[str, float]]:
 
 
 def _export(experiment: Experiment, rows: Rows) -> None:
-    """Writes the last checkpoint's drafter with the target's embedding and head, in the published layout."""
+    """Writes a checkpoint's drafter with the target's embedding and head, in the published layout.
+
+    The last checkpoint's, or the best one's with `train.keep_best`.
+    """
     settings = experiment.settings
     dtype = DTYPES[settings.train.precision]
-    checkpoint = newest_checkpoint(experiment.checkpoints)
-    if checkpoint is None or finished_steps(checkpoint) != rows.plan.steps:
-        raise RuntimeError(f"training ended without a checkpoint of step {rows.plan.steps} in {experiment.checkpoints}")
-    with checkpoint.as_directory() as folder:
-        state = load_file(f"{folder}/{DRAFTER}")
+    checkpoint, wanted = newest_checkpoint(experiment.checkpoints), settings.validation
+    if settings.train.keep_best is not None:
+        best = best_checkpoint(experiment.checkpoints, f"val_{wanted.metric}", wanted.smaller)
+        checkpoint = best or checkpoint
+    assert checkpoint is not None, "training has just left one"
+    state = load(read_file(checkpoint, DRAFTER))
     if not experiment.drafter.exists():
         save_drafter(
             experiment.drafter,
@@ -201,11 +286,11 @@ def _export(experiment: Experiment, rows: Rows) -> None:
             load_whole_config(settings.target),
             settings.train.anchors if settings.drafter.kind == "dspark" else None,
             dtype,
-            drafter_facts(settings, rows),
+            drafter_facts(settings, rows, finished_steps(checkpoint)),
         )
 
 
-def drafter_facts(settings: Settings, rows: Rows) -> dict[str, Any]:
+def drafter_facts(settings: Settings, rows: Rows, steps: int) -> dict[str, Any]:
     """What a drafter's folder says of its making, beyond the published keys."""
     return {
         "target": {
@@ -219,7 +304,7 @@ def drafter_facts(settings: Settings, rows: Rows) -> dict[str, Any]:
         "render": rows.origin.render,
         "rows": rows.table.num_rows,
         "plan": rows.plan.identity,
-        "steps": rows.plan.steps,
+        "steps": steps,
         "loss": (settings.loss if settings.drafter.kind == "dspark" else settings.eagle3).model_dump(mode="json"),
         "seed": settings.seed,
     }

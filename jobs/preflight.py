@@ -59,7 +59,7 @@ def needs_of(settings: Settings, rows: Rows) -> Needs:
     host = PROCESS_BYTES + rank.parts["micro-batches"] if gpu else rank.total
     actors = target_actors(settings)
     capture = 4 * settings.targets.batch_tokens * draft.hidden * (len(draft.taps) + 8)
-    state = drafter * (forward + 12) + drafter * forward
+    state = drafter * (forward + 12 + (4 if train.ema else 0)) + drafter * forward
     export = (drafter + 2 * draft.vocab * draft.hidden) * forward
     return Needs(
         target_weights=target,
@@ -70,7 +70,7 @@ def needs_of(settings: Settings, rows: Rows) -> Needs:
         evaluator_memory=settings.evaluate.widest_pool
         * ((target + drafter) * SIZES[settings.evaluate.dtype] + PROCESS_BYTES),
         object_store=settings.ray.object_store_mb * 2**20,
-        disk=(train.keep_checkpoints + 1) * state + 2 * export,
+        disk=(0 if train.storage else (train.kept + 1) * state) + 2 * export,
     )
 
 
@@ -96,7 +96,7 @@ def check_machine(settings: Settings, rows: Rows) -> None:
     if (free := shutil.disk_usage(existing).free) < needs.disk:
         raise InputError(
             f"output={output} has {free / _GB:.1f} GB free, the run needs {needs.disk / _GB:.1f} GB: free some space, "
-            "choose another output, or lower train.keep_checkpoints"
+            "choose another output, or lower train.keep_last"
         )
     if settings.ray.address == "local":
         _check_memory(settings, needs)

@@ -37,6 +37,7 @@ class Rows:
     origin: Origin
     kept: NDArray[np.int64] | None  # ids of the tokens that the drafter may propose, ascending; None: all
     start: str | None = None  # fingerprint of the checkpoint that the drafter starts from
+    validation: pa.Table | None = None  # rows that are measured and never trained, as `table`
 
     @property
     def sample_ids(self) -> tuple[str, ...]:
@@ -107,7 +108,28 @@ def prepare_rows(settings: Settings) -> Rows:
     if draft.draft_vocab < draft.vocab:
         counts = supervised_counts(table, draft.vocab)
         kept = keep_tokens(counts, draft.draft_vocab, special_tokens(config, tokenizer))
-    return Rows(table, dropped, plan, draft, origin, kept, start)
+    measured = None if data.validation is None else _validation_rows(settings, renderer, mark, table)
+    return Rows(table, dropped, plan, draft, origin, kept, start, measured)
+
+
+def _validation_rows(settings: Settings, renderer: Renderer, mark: str, trained: pa.Table) -> pa.Table:
+    """The rows of `data.validation`, rendered as those for training are.
+
+    Raises:
+        InputError: unreadable data, too many dropped rows, none left, or rows that are trained too.
+    """
+    data = settings.data
+    assert data.validation is not None
+    check_prepared(data.validation, renderer, mark)
+    conversations = read_conversations(data.validation, data.roles, data.max_bad_fraction)
+    table = rows_table(render(renderer, conversations, data.max_bad_fraction).samples)
+    shared = set(table.column("sample_id").to_pylist()) & set(trained.column("sample_id").to_pylist())
+    if shared:
+        raise InputError(
+            f"{len(shared)} of the {table.num_rows} rows of data.validation={data.validation} are training rows too: "
+            "what is measured must not be trained, take them out of one of the files"
+        )
+    return table
 
 
 def held_by_cache(

@@ -4,6 +4,7 @@ conversations -> token rows -> target actors -> trainers -> drafter -> evaluator
 """
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -66,6 +67,7 @@ def _run(experiment: Experiment, rows: Rows, prompts: PromptRows, console: Conso
     tokenizer = load_tokenizer(settings.target)
     version = register_drafter(tracker, settings, experiment.drafter, results, facts)
     result = result_json(results, seconds, fitted.steps, version, fitted.history, settings.seed)
+    result |= {"ledger": asdict(fitted.ledger)}
     report = write_results(folder, settings, tokenizer, results, fitted.history, result, facts)
     track_results(tracker, folder, result, report, fitted.steps)
     print_results(console, result)

@@ -38,10 +38,12 @@ def needed_gpus(settings: Settings, targets: int) -> float:
 def target_actors(settings: Settings) -> int:
     """Most actors that hold a target while the drafter is trained.
 
-    From a cache none does, but for the one that `drafter.init=target` asks for bigrams before the first step.
+    From a cache none does, but for the one that captures the validation rows, or that `drafter.init=target` asks for
+    bigrams, before the first step.
     """
     if settings.data.source == "cache":
-        return int(settings.drafter.kind == "dspark" and settings.drafter.init == "target")
+        asked = settings.drafter.kind == "dspark" and settings.drafter.init == "target"
+        return int(asked or settings.validation.every is not None)
     return settings.targets.max_actors or settings.targets.actors
 
 

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -39,7 +38,7 @@ def stream_names(settings: Settings) -> tuple[str, ...]:
 
 
 @contextmanager
-def step_streams(settings: Settings, rows: Rows, storage: Path) -> Iterator[Streams]:
+def step_streams(settings: Settings, rows: Rows, storage: str) -> Iterator[Streams]:
     """The streams by name, each made when Ray Train starts the workers: a restart passes on only what is still missing.
 
     Raises:

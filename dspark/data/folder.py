@@ -186,6 +186,15 @@ class Folder:
         with suppress(FileNotFoundError):
             self._files.delete_file(f"{self._path}/{name}")
 
+    def folders(self) -> list[str]:
+        """Names of the folders in this one, in order."""
+        found = self._files.get_file_info(pafs.FileSelector(self._path, allow_not_found=True))
+        return sorted(info.base_name for info in found if info.type == pafs.FileType.Directory)
+
+    def remove_folder(self, name: str) -> None:
+        """Deletes a folder in this one with all that it holds."""
+        self._files.delete_dir(f"{self._path}/{name}")
+
     def remove_partial(self) -> None:
         """Deletes what a killed writer left half written."""
         for name in self._listed():

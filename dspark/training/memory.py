@@ -93,7 +93,7 @@ def rank_memory(
         "process": 0 if gpu else PROCESS_BYTES + FIRST_STEP_BYTES,
         "vocabulary": tokens * draft.hidden * size,
         "parameters": held.parameters,
-        "optimizer": held.optimizer,
+        "optimizer": held.optimizer + averages_bytes(train, weights),
         "micro-batches": (train.prefetch + 1) * batch,
     }
     before = held.bucket + (held.gradients if train.accumulation > 1 else 0)
@@ -165,6 +165,13 @@ def arena_bytes(draft: DraftConfig, logits_mb: int, load: Load, size: int) -> in
     most = slot * load.used + column * load.places
     least = column + slot * math.ceil(load.used / max(1, load.places))
     return max(least, min(most, logits_mb * 2**20))
+
+
+def averages_bytes(train: TrainSettings, weights: int) -> int:
+    """The moving averages of `train.ema`, dealt out as the master weights are."""
+    if train.ema is None:
+        return 0
+    return 4 * (weights if train.zero_stage == 0 else math.ceil(weights / train.workers))
 
 
 def held_by_engine(train: TrainSettings, weights: int, gpu: bool) -> Held:

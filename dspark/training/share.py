@@ -83,7 +83,7 @@ def make_share(
     finite = finite_samples(table, draft.taps)
     # A GPU's kernels are compiled for a number of slots, and idle ones cost little.
     least = train.anchors if pinned else 1
-    micro_batches, blocks, available, used = [], [], 0, 0
+    micro_batches, blocks, available, used, bare = [], [], 0, 0, 0
     for at in range(0, len(positions), train.micro_batch):
         rows = range(at, min(at + train.micro_batch, len(positions)))
         places = pack([len(masks[row]) for row in rows], train.pack_tokens)
@@ -94,6 +94,7 @@ def make_share(
             if counted[row] and finite[row]:
                 drawn = anchors_of(masks[row], settings, int(plan.epochs[positions[row]]), ids[row])
                 length = len(masks[row])
+                bare += len(drawn) == 0
                 available += int(np.count_nonzero(masks[row][:-1] & masks[row][1:]))
             used += len(drawn)
             anchors.append(drawn)
@@ -110,6 +111,7 @@ def make_share(
             "anchors_available": _count(available, sum(counted)),
             "anchors_used": _count(used, sum(counted)),
             "rows_not_finite": _count(bad, sum(counted)),
+            "rows_without_anchors": _count(bare, sum(counted)),
         },
     )
 

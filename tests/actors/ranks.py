@@ -16,6 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
+from actors.stopping import StopWatch
 from actors.trainer import Clock, optimizer_step
 from actors.zero import make_engine, whole_state
 from dspark.config import Settings
@@ -102,7 +103,7 @@ def steps_of(deal: Deal, rank: int) -> list[Step]:
         return make_share(table, range(first, first + share), plan, CONFIG, settings)
 
     for own in ready_shares(firsts, share_at, engine.device, settings.train.prefetch, clock.book):
-        optimizer_step(engine, settings, vocabulary, own, clock)
+        optimizer_step(engine, settings, vocabulary, own, clock, StopWatch(None))
         steps.append(Step(dict(found), float(engine.get_global_grad_norm()), whole_state(engine)))
     return steps
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -92,6 +93,42 @@ def test_a_killed_run_that_keeps_a_cache_resumes_with_the_same_losses_and_comple
     assert losses(folder) == pytest.approx(expected, rel=1e-6)
     assert verify(Folder(cache), 1, lambda _: None) == []
     assert len(CacheReader(str(cache)).sample_ids) == 33
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_asked_to_stop_says_how_to_go_on_and_loses_nothing(
+    whole: tuple[Path, list[float]], tmp_path: Path, number: signal.Signals
+) -> None:
+    preset, expected = whole
+    ranks = ["train.workers=2", "train.zero_stage=2"] if number == signal.SIGINT else []
+    run = start(str(preset), f"output={tmp_path}", *ranks)
+    wait_for_records(run, tmp_path, 7)
+    os.kill(run.pid, number)
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode == 75, errors[-3000:]
+    folder = (tmp_path / "latest").resolve()
+    stopped = len(losses(folder))
+    assert 7 <= stopped < len(expected) and f"stopped at step {stopped} of {len(expected)}" in errors
+    command = shlex.split(errors.split("to go on: ")[1])
+    assert command[0] == "dspark" and command[-2:] == ["--resume", str(folder)]
+    # The other number of ranks is asked for at the resume: from two under ZeRO 2 to one.
+    more = ["train.workers=1"] if ranks else []
+    resumed = start(*command[2:-2], *more, *command[-2:])
+    output, errors = resumed.communicate(timeout=280)
+    assert resumed.returncode == 0, errors[-3000:]
+    assert losses(folder) == pytest.approx(expected, rel=1e-3 if ranks else 1e-6)
+    assert f"resumed at step {stopped}" in output
+    ledger = json.loads((folder / "ledger.json").read_text())
+    assert (ledger["expected"], ledger["trained"], ledger["repeated"], ledger["missing"]) == (66, 66, 0, 0)
+
+
+def wait_for_records(run: subprocess.Popen[str], output: Path, count: int) -> None:
+    """Until the run has logged so many steps."""
+    deadline = time.monotonic() + 240
+    while sum(len(file.read_text().splitlines()) for file in output.glob("latest/history.jsonl")) < count:
+        assert run.poll() is None, run.communicate()[1][-3000:]
+        assert time.monotonic() < deadline, "no records appeared"
+        time.sleep(0.05)
 
 
 def test_a_finished_run_that_is_resumed_trains_nothing_and_keeps_its_records(

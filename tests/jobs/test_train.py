@@ -1,12 +1,23 @@
 """Training through real Ray, Ray Data, Ray Train and DeepSpeed, on a tiny target."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load
 
-from actors.checkpoints import PROGRESS, newest_checkpoint
+from actors.checkpoints import (
+    DRAFTER,
+    SNAPSHOT,
+    SPARE,
+    best_checkpoint,
+    newest_checkpoint,
+    progress_of,
+    read_file,
+    settle_storage,
+)
 from dspark.config import Settings
 from dspark.errors import InputError
 from dspark.evaluation.model_card import Licences
@@ -15,7 +26,7 @@ from dspark.target import fingerprint
 from jobs.config import load_settings
 from jobs.export import export
 from jobs.train import train
-from tests.conftest import tiny_preset
+from tests.conftest import tiny_preset, write_conversations
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -91,6 +102,66 @@ def identity_of(settings: Settings) -> dict[str, Any]:
     """The identity in the newest checkpoint of a run."""
     checkpoint = newest_checkpoint(settings.output.resolve() / "latest" / "train")
     assert checkpoint is not None
-    with checkpoint.as_directory() as stored:
-        identity: dict[str, Any] = json.loads((Path(stored) / PROGRESS).read_text())["identity"]
+    identity: dict[str, Any] = progress_of(checkpoint)["identity"]
     return identity
+
+
+def test_the_ledger_of_a_run_holds_every_row_once(one_rank: tuple[Path, list[float]]) -> None:
+    folder = load_settings(one_rank[0], []).output / "latest"
+    ledger = json.loads((folder / "ledger.json").read_text())
+    assert (ledger["expected"], ledger["trained"], ledger["repeated"], ledger["missing"]) == (33, 33, 0, 0)
+    assert ledger["epochs"]["0"]["not_finite"] == 0
+
+
+def test_what_a_kill_in_mid_save_leaves_is_never_loaded_and_cleared(
+    one_rank: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    storage = tmp_path / "train"
+    shutil.copytree((load_settings(one_rank[0], []).output / "latest").resolve() / "train", storage)
+    snapshot = (storage / SNAPSHOT).read_text()
+    (storage / SPARE).write_text(snapshot)
+    (storage / SNAPSHOT).write_text(snapshot[: len(snapshot) // 2])
+    (storage / "step-00000099").mkdir()
+    (storage / "step-00000099" / DRAFTER).write_text("half")
+    settle_storage(storage)
+    assert sorted(path.name for path in storage.glob("step-*")) == ["step-00000010", "step-00000017"]
+    checkpoint = newest_checkpoint(storage)
+    assert checkpoint is not None and progress_of(checkpoint)["step"] == 17
+    # The target's frozen tensors are not in it.
+    assert not {"embed_tokens.weight", "lm_head.weight"} & load(read_file(checkpoint, DRAFTER)).keys()
+
+
+def test_validation_decides_when_to_stop_and_which_checkpoint_is_exported(tmp_path: Path, tiny_target: Path) -> None:
+    rows = write_conversations(tmp_path / "validation.jsonl", 5, seed=3)
+    train = {"workers": 2, "zero_stage": 2, "checkpoint_every": 1, "keep_best": 2, "ema": 0.5, "lr": 0.3, "clip": 1e9}
+    changes: dict[str, Any] = {"train": train, "validation": {"every": 1, "patience": 3, "metric": "loss"}}
+    preset = tiny_preset(tmp_path, tiny_target, **changes)
+    remote = f"file://{tmp_path / 'remote'}"
+    settings = load_settings(preset, [f"data.validation={rows}", f"train.storage={remote}"])
+    train_it(settings)
+    history = losses(settings.output, "val_loss")
+    best = history.index(min(history)) + 1
+    # A rate that is far too high: the loss soon stops to fall.
+    assert len(history) == best + 3 < 17
+    assert len(losses(settings.output, "val_accept_rate_0")) == len(history)
+    storage = f"{remote}/{(settings.output / 'latest').resolve().name}"
+    kept = best_checkpoint(storage, "val_loss", smaller=True)
+    assert kept is not None and progress_of(kept)["step"] == best
+    made = read_checkpoint(settings.output / "latest" / "drafter")
+    assert made.facts["steps"] == best
+    assert len(list((tmp_path / "remote").glob("*/step-*"))) <= 3
+    ledger = json.loads((settings.output / "latest" / "ledger.json").read_text())
+    assert ledger["expected"] == ledger["trained"] == 2 * len(history)
+    train_it(settings, (settings.output / "latest").resolve())
+    assert losses(settings.output, "val_loss") == history
+
+
+def test_rows_that_are_trained_cannot_validate(one_rank: tuple[Path, list[float]]) -> None:
+    conversations = load_settings(one_rank[0], []).data.conversations
+    settings = load_settings(one_rank[0], [f"data.validation={conversations}", "validation.every=5"])
+    with pytest.raises(InputError, match=r"33 of the 33 rows of data\.validation.*are training rows too"):
+        train(settings, None, True)
+
+
+def train_it(settings: Settings, resume: Path | None = None) -> None:
+    train(settings, resume, False)
