@@ -14,7 +14,8 @@ from dspark.decoding.engine import Engine, Request, Round, Sampling
 from dspark.decoding.profile import measure_step_rates
 from dspark.model.exchange import load_for_target
 from dspark.sections import EvaluateSettings, TargetSettings
-from dspark.target import DTYPES, Target, load_target
+from dspark.target import Target, load_target
+from dspark.target_files import DTYPES
 
 
 @dataclass(frozen=True)

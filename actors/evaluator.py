@@ -23,7 +23,8 @@ from dspark.evaluation.metrics import PARTS, PromptResult
 from dspark.model.exchange import load_for_target
 from dspark.model.kinds import AnyDrafter
 from dspark.sections import EvaluateSettings, TargetSettings
-from dspark.target import DTYPES, Target, load_target
+from dspark.target import Target, load_target
+from dspark.target_files import DTYPES
 
 
 @dataclass(frozen=True)

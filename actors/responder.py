@@ -17,7 +17,8 @@ from dspark.decoding.sampling import Sampling
 from dspark.decoding.vllm_respond import vllm_respond
 from dspark.errors import InputError
 from dspark.sections import TargetSettings
-from dspark.target import load_target, load_tokenizer
+from dspark.target import load_target
+from dspark.target_files import load_tokenizer
 
 
 @dataclass(frozen=True)

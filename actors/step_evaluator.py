@@ -12,7 +12,8 @@ from dspark.decoding.engine import Engine, Request, Sampling
 from dspark.evaluation.metrics import acceptance_length
 from dspark.model.kinds import AnyConfig, fresh_drafter
 from dspark.sections import EvaluateSettings, TargetSettings
-from dspark.target import DTYPES, load_target
+from dspark.target import load_target
+from dspark.target_files import DTYPES
 
 
 @dataclass(frozen=True)

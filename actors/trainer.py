@@ -45,7 +45,7 @@ from dspark.model.inherit import start_from_checkpoint
 from dspark.model.kinds import AnyDrafter, fresh_drafter
 from dspark.model.vocabulary import Vocabulary
 from dspark.model.warm_start import start_from_bigrams, start_from_target
-from dspark.target import DTYPES, default_device, load_vocabulary
+from dspark.target_files import DTYPES, default_device, load_vocabulary
 from dspark.training.kinds import objective_of
 from dspark.training.means import Means, add_means, stack_means, values_of
 from dspark.training.ready import ReadyShare, ready_shares

@@ -21,7 +21,7 @@ from dspark.learning import LossSettings, TrainSettings
 from dspark.model.config import DSparkConfig
 from dspark.model.drafter import Drafter, new_drafter
 from dspark.model.vocabulary import Vocabulary
-from dspark.target import DTYPES, default_device
+from dspark.target_files import DTYPES, default_device
 from dspark.training.activations import Load
 from dspark.training.batch import Batch
 from dspark.training.blocks import Blocks, draw_anchors, make_blocks

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.performance_record import COLUMNS, cells_of, document, machine
-from dspark.target import native_precision
+from dspark.target_files import native_precision
 
 RECORD = Path("docs/performance.md")
 SIDES = {"a": "project", "b": "textbook", "c": "products"}

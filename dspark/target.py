@@ -5,32 +5,32 @@ the last norm, so that `vocabulary.logits(final)` are the target's logits. Shape
 call, M cached positions, L taps, H hidden width.
 """
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from math import ceil
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, Cache, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from dspark import quickstart
-from dspark.config import Settings
 from dspark.errors import InputError
-from dspark.model.families import embedding_scale, family_of, soft_cap, window
+from dspark.model.families import family_of, window
 from dspark.model.vocabulary import Vocabulary
 from dspark.packed import NAME, Packed
 from dspark.sections import TargetSettings
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from dspark.target_files import (
+    DTYPES,
+    default_device,
+    fingerprint,
+    load_config,
+    load_pretrained,
+    load_tokenizer,
+    load_vocabulary,
+    resolve,
+    vocabulary_of,
+)
 
 
 class TargetStates(NamedTuple):
@@ -59,7 +59,7 @@ class Target:
         self.model: Any = model.eval().requires_grad_(False)
         self.decoder: Any = model.get_submodule(self.family.decoder)
         self.tokenizer, self.name, self.revision, self.fingerprint = tokenizer, name, revision, fingerprint
-        self.vocabulary = vocabulary or _vocabulary(
+        self.vocabulary = vocabulary or vocabulary_of(
             self.config,
             self.decoder.embed_tokens.weight.detach(),
             model.get_submodule(self.family.head).weight.detach(),
@@ -189,56 +189,6 @@ def special_tokens(config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset
     return frozenset(token for token in named if token is not None and token < config.vocab_size)
 
 
-def resolve(settings: TargetSettings) -> Path:
-    """The folder to load from: a local one, the quickstart's dense copy, or the local snapshot of a hub id.
-
-    Raises:
-        InputError: no such folder, and no hub id that is cached or can be reached.
-    """
-    if settings.model == quickstart.NAME:
-        return quickstart.ensure_dense_copy()
-    path = Path(settings.model).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    try:
-        kept = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
-        return Path(snapshot_download(settings.model, revision=settings.revision, allow_patterns=kept))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"target.model={settings.model!r} is neither a folder nor a hub id that is cached or can be reached "
-            f"({type(error).__name__}): give a folder with config.json, safetensors and a tokenizer"
-        ) from error
-
-
-def _load(kind: Any, settings: TargetSettings, **options: Any) -> Any:
-    folder = resolve(settings)
-    try:
-        return kind.from_pretrained(folder, local_files_only=True, **options)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(
-            f"target.model={settings.model!r} could not be loaded from {folder}: {str(error).splitlines()[0]} "
-            f"(needed: config.json, safetensors and a tokenizer of a supported family)"
-        ) from error
-
-
-def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
-    """The target's tokenizer alone."""
-    tokenizer: PreTrainedTokenizerBase = _load(AutoTokenizer, settings)
-    return tokenizer
-
-
-def load_config(settings: TargetSettings) -> Any:
-    """The target's text configuration alone; refuses an unsupported family before any weight is read."""
-    return load_whole_config(settings).get_text_config()
-
-
-def load_whole_config(settings: TargetSettings) -> Any:
-    """The target's configuration, with the parts for images and sound where it has them; refuses like `load_config`."""
-    config = _load(AutoConfig, settings)
-    family_of(config)
-    return config
-
-
 def load_target(settings: TargetSettings, device: torch.device | None = None) -> Target:
     """Loads a target, frozen, on `device` (default: CUDA where there is one), or as its device map deals it out.
 
@@ -249,10 +199,12 @@ def load_target(settings: TargetSettings, device: torch.device | None = None) ->
     transformers_logging.disable_progress_bar()
     dtype, place = DTYPES[settings.dtype], settings.device_map
     if place is None:
-        model = _load(AutoModelForCausalLM, settings, dtype=dtype, attn_implementation="sdpa")
+        model = load_pretrained(AutoModelForCausalLM, settings, dtype=dtype, attn_implementation="sdpa")
         model, vocabulary = model.to(device or default_device()), None
     else:
-        model = _load(AutoModelForCausalLM, settings, dtype=dtype, attn_implementation="sdpa", device_map=place)
+        model = load_pretrained(
+            AutoModelForCausalLM, settings, dtype=dtype, attn_implementation="sdpa", device_map=place
+        )
         _check_all_placed(model, place)
         vocabulary = _fetched_vocabulary(model, settings)
     mark = fingerprint(resolve(settings))
@@ -293,76 +245,3 @@ def check_one_device(settings: TargetSettings, gpus: float, booked: str) -> None
             f"capture and training can do without, decoding keeps its keys and values on one. With device_map=auto and "
             f"{booked}=1 what does not fit waits in memory; vLLM and endpoints divide a target by themselves"
         )
-
-
-def load_vocabulary(settings: TargetSettings, device: torch.device, dtype: torch.dtype) -> Vocabulary:
-    """Embedding and head of a target, without reading its other weights.
-
-    Raises:
-        InputError: the files hold no such tensors.
-    """
-    whole = load_whole_config(settings)
-    family, tied = family_of(whole), whole.get_text_config().tie_word_embeddings
-    embedding, head = f"{family.decoder}.embed_tokens.weight", f"{family.head}.weight"
-    found = load_tensors(settings, {embedding, head}, optional={head} if tied else set())
-    found = {name: tensor.to(device=device, dtype=dtype) for name, tensor in found.items()}
-    return _vocabulary(whole.get_text_config(), found[embedding], found[embedding] if tied else found[head])
-
-
-def _vocabulary(text: Any, embedding_VH: Tensor, head_VH: Tensor) -> Vocabulary:
-    return Vocabulary(embedding_VH, head_VH, embedding_scale=embedding_scale(text), soft_cap=soft_cap(text))
-
-
-def load_tensors(
-    settings: TargetSettings, names: AbstractSet[str], optional: AbstractSet[str] = frozenset()
-) -> dict[str, Tensor]:
-    """Single tensors of a target by name, as they are stored.
-
-    Raises:
-        InputError: names the tensors that the files lack and that are not optional.
-    """
-    folder = resolve(settings)
-    found: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in names & set(tensors.keys())}
-    if missing := names - found.keys() - optional:
-        raise InputError(f"target {settings.model!r} in {folder} lacks the tensors {', '.join(sorted(missing))}")
-    return found
-
-
-def native_precision(gpu: bool) -> Literal["fp32", "bf16"]:
-    """bf16 on GPUs and on CPUs with bf16 instructions; elsewhere fp32, which is faster there."""
-    return "bf16" if gpu or torch.cpu._is_avx512_bf16_supported() else "fp32"
-
-
-def settled(settings: Settings) -> Settings:
-    """Settings with every `auto` precision replaced by what the booked devices multiply natively."""
-    target, train = settings.target, settings.train
-    if target.dtype == "auto":
-        target = target.model_copy(update={"dtype": native_precision(settings.targets.gpus > 0)})
-    if train.precision == "auto":
-        train = train.model_copy(update={"precision": native_precision(train.gpus > 0)})
-    return settings.model_copy(update={"target": target, "train": train})
-
-
-def default_device() -> torch.device:
-    """CUDA where there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def fingerprint(folder: Path) -> str:
-    """Hash of a target's weights: name, shape and 16 evenly spaced rows of every tensor in its safetensors files.
-
-    Independent of the folder's place, of time stamps and of the compute dtype.
-    """
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in sorted(tensors.keys()):
-                rows = tensors.get_slice(name)
-                shape = rows.get_shape()
-                digest.update(json.dumps([name, shape]).encode())
-                for row in np.unique(np.linspace(0, shape[0] - 1, 16, dtype=int)) if shape else (...,):
-                    digest.update(rows[row].float().numpy().tobytes())
-    return digest.hexdigest()[:32]

@@ -12,7 +12,7 @@ from dspark.data.ledger import Outcome
 from dspark.decoding.answers import Asking, answer_tasks
 from dspark.decoding.endpoint import Endpoint, Unreachable
 from dspark.errors import InputError
-from dspark.target import load_tokenizer
+from dspark.target_files import load_tokenizer
 from jobs.preparing import Work
 from jobs.session import ray_session
 

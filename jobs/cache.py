@@ -174,7 +174,7 @@ def convert(
 def _raw_origin(source: "RawCache", codec: "Codec", target: str, revision: str, render: str | None) -> "Origin":
     from dspark.data.captures import Origin
     from dspark.sections import TargetSettings
-    from dspark.target import fingerprint, load_config, resolve
+    from dspark.target_files import fingerprint, load_config, resolve
 
     settings = TargetSettings(model=target, revision=revision)
     config = load_config(settings)

@@ -20,7 +20,7 @@ from dspark.evaluation.calibration_plots import reliability_diagrams
 from dspark.evaluation.plots import LIGHT
 from dspark.model.config import DSparkConfig
 from dspark.model.exchange import read_checkpoint
-from dspark.target import load_config, load_tokenizer, settled
+from dspark.target_files import load_config, load_tokenizer, settled
 from jobs.calibrating import (
     ROUNDS,
     Calibrated,

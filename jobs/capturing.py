@@ -20,7 +20,7 @@ from dspark.data.folder import Folder
 from dspark.data.manifest import MANIFEST, Setting
 from dspark.data.plan import padded_share, planned_batches
 from dspark.errors import InputError
-from dspark.target import settled
+from dspark.target_files import settled
 from jobs.rows import Rows, prepare_rows
 
 _MB = 2**20

@@ -11,7 +11,7 @@ from dspark.config import Settings
 from dspark.errors import InputError
 from dspark.evaluation.summary import result_json
 from dspark.model.checkpoints import CONFIG, RUN_KEY, read_json
-from dspark.target import fingerprint, load_tokenizer, resolve, settled
+from dspark.target_files import fingerprint, load_tokenizer, resolve, settled
 from jobs.config import check_files
 from jobs.evaluating import check_identical, evaluate_drafters, planned
 from jobs.experiment import open_experiment

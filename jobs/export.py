@@ -27,7 +27,7 @@ from dspark.model.exchange import (
 from dspark.model.layout import dtype_name
 from dspark.model.stored import Verifier
 from dspark.sections import TargetSettings
-from dspark.target import load_config, load_vocabulary
+from dspark.target_files import load_config, load_vocabulary
 from jobs.reporting import RESULT
 
 CARD = "README.md"

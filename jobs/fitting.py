@@ -41,7 +41,7 @@ from dspark.data.plan import largest_step
 from dspark.data.rows import sample_at, supervised_counts
 from dspark.errors import InputError, StoppedError
 from dspark.model.checkpoints import save_drafter
-from dspark.target import DTYPES, load_vocabulary, load_whole_config
+from dspark.target_files import DTYPES, load_vocabulary, load_whole_config
 from jobs.config import dump_settings
 from jobs.experiment import Experiment
 from jobs.following import Following

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.step_evaluator import StepEvaluator, StepTask
 from dspark.config import Settings
-from dspark.target import load_tokenizer
+from dspark.target_files import load_tokenizer
 from jobs.experiment import Experiment
 from jobs.rows import Rows, prepare_prompts
 

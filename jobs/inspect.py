@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from dspark.data.conversations import Conversation, Dropped, read_conversations, reasons
 from dspark.data.render import Renderer, Sample, render_rows
 from dspark.sections import TargetSettings
-from dspark.target import load_tokenizer
+from dspark.target_files import load_tokenizer
 from dspark.training.blocks import draw_anchors
 
 PROMPT, SUPERVISED, ANCHOR = "dim", "green", "bold underline green"

@@ -16,7 +16,7 @@ from dspark.data.conversations import main_reasons
 from dspark.errors import InputError
 from dspark.learning import TrainSettings
 from dspark.model.kinds import drafter_of
-from dspark.target import load_whole_config, resolve
+from dspark.target_files import load_whole_config, resolve
 from dspark.training.memory import PROCESS_BYTES, SIZES, Estimate, largest_load, rank_memory
 from jobs.rows import Rows
 from jobs.session import target_actors

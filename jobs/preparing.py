@@ -21,7 +21,8 @@ from dspark.data.splits import SAME_QUESTION, askable
 from dspark.decoding.recommended import KEYS, read_recommendation, recommended_sampling
 from dspark.decoding.sampling import Sampling
 from dspark.errors import InputError
-from dspark.target import check_one_device, fingerprint, load_config, load_tokenizer, native_precision, resolve
+from dspark.target import check_one_device
+from dspark.target_files import fingerprint, load_config, load_tokenizer, native_precision, resolve
 
 
 @dataclass(frozen=True)

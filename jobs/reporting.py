@@ -17,7 +17,7 @@ from dspark.config import Settings
 from dspark.evaluation.metrics import PromptResult, summarise
 from dspark.evaluation.report import ReportData, write_report
 from dspark.evaluation.summary import SECTIONS, main_results
-from dspark.target import fingerprint, resolve
+from dspark.target_files import fingerprint, resolve
 from jobs.config import dump_settings
 from jobs.results import RESULTS
 from jobs.rows import Rows

@@ -15,7 +15,7 @@ from typing import Any
 from dspark.config import Settings, dotted
 from dspark.errors import InputError
 from dspark.evaluation.metrics import PromptResult
-from dspark.target import fingerprint, resolve
+from dspark.target_files import fingerprint, resolve
 from jobs.rows import PromptRows, prompt_thinking
 
 RESULTS, DESCRIPTION = "results.jsonl", "evaluation.json"

@@ -23,7 +23,8 @@ from dspark.model.config import drafter_config
 from dspark.model.inherit import read_start
 from dspark.model.kinds import AnyConfig
 from dspark.model.vocabulary import keep_tokens
-from dspark.target import check_one_device, fingerprint, load_config, load_tokenizer, resolve, special_tokens
+from dspark.target import check_one_device, special_tokens
+from dspark.target_files import fingerprint, load_config, load_tokenizer, resolve
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dspark.config import Settings
 from dspark.evaluation.summary import result_json
-from dspark.target import load_tokenizer, settled
+from dspark.target_files import load_tokenizer, settled
 from jobs.config import check_files
 from jobs.evaluating import check_identical, evaluate_drafters
 from jobs.experiment import Experiment, open_experiment

@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dspark.config import Settings
-from dspark.target import settled
+from dspark.target_files import settled
 from jobs.config import check_files
 from jobs.experiment import open_experiment
 from jobs.fitting import fit_drafter

@@ -7,7 +7,7 @@ from dspark.decoding.answers import Respond, seed_of
 from dspark.decoding.engine import Request
 from dspark.errors import InputError
 from dspark.sections import TargetSettings
-from dspark.target import resolve
+from dspark.target_files import resolve
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 

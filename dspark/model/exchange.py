@@ -41,7 +41,7 @@ from dspark.model.speculators import SPECULATORS
 from dspark.model.stored import ARCHITECTURE, Layout, Stored, Verifier
 from dspark.model.vocabulary import Vocabulary
 from dspark.sections import TargetSettings
-from dspark.target import load_config, load_vocabulary
+from dspark.target_files import load_config, load_vocabulary
 
 # A folder is of the first layout that matches: vLLM's files name their kind under one key, and ModelOpt's exports have
 # the section of SpecForge's too.

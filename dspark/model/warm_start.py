@@ -21,7 +21,8 @@ from dspark.model.families import family_of
 from dspark.model.layers import DraftLayer
 from dspark.model.vocabulary import Vocabulary
 from dspark.sections import TargetSettings
-from dspark.target import Target, load_tensors, load_whole_config
+from dspark.target import Target
+from dspark.target_files import load_tensors, load_whole_config
 
 # What the other taps, mixed in at random, add to the last one at the start.
 _OTHER_TAPS = 0.1

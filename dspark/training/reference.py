@@ -21,7 +21,7 @@ from dspark.model.drafter import Drafter
 from dspark.model.layout import config_from_json
 from dspark.model.vocabulary import Vocabulary
 from dspark.sections import Precision
-from dspark.target import DTYPES
+from dspark.target_files import DTYPES
 from dspark.training.batch import Batch
 from dspark.training.blocks import Blocks, make_blocks
 from dspark.training.objective import (

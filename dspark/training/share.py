@@ -19,7 +19,7 @@ from torch import Tensor
 from dspark.config import Settings
 from dspark.data.plan import Plan
 from dspark.model.config import DraftConfig
-from dspark.target import DTYPES
+from dspark.target_files import DTYPES
 from dspark.training.batch import Batch, Place, collate, finite_samples, loss_masks, pack, tokens_of
 from dspark.training.blocks import Blocks
 from dspark.training.kinds import anchors_of, blocks_of, weight_of

@@ -22,7 +22,7 @@ from actors.zero import make_engine, whole_state
 from dspark.config import Settings
 from dspark.data.plan import Plan
 from dspark.sections import Precision
-from dspark.target import DTYPES
+from dspark.target_files import DTYPES
 from dspark.training.kinds import objective_of
 from dspark.training.ready import ready_shares
 from dspark.training.share import Share, make_share

@@ -22,17 +22,8 @@ from dspark.learning import DrafterSettings
 from dspark.model.config import draft_config
 from dspark.model.families import family_of
 from dspark.sections import Precision, TargetSettings
-from dspark.target import (
-    Target,
-    TargetStates,
-    check_one_device,
-    fingerprint,
-    load_config,
-    load_target,
-    load_vocabulary,
-    load_whole_config,
-    special_tokens,
-)
+from dspark.target import Target, TargetStates, check_one_device, load_target, special_tokens
+from dspark.target_files import fingerprint, load_config, load_vocabulary, load_whole_config
 from tests.tiny import MASK_ID, tiny_target_folder
 
 CPU = torch.device("cpu")

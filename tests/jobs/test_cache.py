@@ -14,7 +14,8 @@ from dspark.data.captures import Origin
 from dspark.data.codecs import Codec
 from dspark.data.render import Sample, sample_id
 from dspark.sections import TargetSettings
-from dspark.target import fingerprint, load_target
+from dspark.target import load_target
+from dspark.target_files import fingerprint
 from jobs import cli
 from tests.dspark.caches import name, table, write_cache
 from tests.dspark.raw_caches import write_raw

@@ -8,7 +8,7 @@ import yaml
 
 from dspark.model.checkpoints import load_drafter
 from dspark.model.config import Eagle3Config
-from dspark.target import DTYPES, default_device
+from dspark.target_files import DTYPES, default_device
 from jobs.config import load_settings
 from jobs.evaluate import evaluate
 from jobs.generate import generate

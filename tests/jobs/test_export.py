@@ -23,7 +23,7 @@ from dspark.model.drafter import new_drafter
 from dspark.model.eagle3 import new_eagle3_drafter
 from dspark.model.families import LLAMA_FORM, QWEN3_FORM, Form
 from dspark.sections import TargetSettings
-from dspark.target import load_config, load_vocabulary
+from dspark.target_files import load_config, load_vocabulary
 from jobs.cli import app
 from jobs.export import export
 from tests.dspark.folders import edited

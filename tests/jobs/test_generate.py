@@ -20,7 +20,8 @@ from dspark.model.config import draft_config
 from dspark.model.drafter import new_drafter
 from dspark.quickstart import dense_folder
 from dspark.sections import TargetSettings
-from dspark.target import load_target, load_whole_config
+from dspark.target import load_target
+from dspark.target_files import load_whole_config
 from jobs.generate import Characters, generate, show, summary
 from tests.dspark.decoding.decoders import random_eagle3
 from tests.dspark.folders import convert

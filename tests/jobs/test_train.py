@@ -22,7 +22,7 @@ from dspark.config import Settings
 from dspark.errors import InputError
 from dspark.evaluation.model_card import Licences
 from dspark.model.exchange import read_checkpoint
-from dspark.target import fingerprint
+from dspark.target_files import fingerprint
 from jobs.config import load_settings
 from jobs.export import export
 from jobs.train import train
