@@ -7,17 +7,17 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
-from typer.core import TyperCommand
 
 from dspark.errors import InputError, StoppedError
+from jobs.arguments import Checkpoint, DryRun, Overrides, Preset, PresetCommand, Resume
 from jobs.cache import commands as cache_commands
-from jobs.config import describe_settings, load_settings
+from jobs.config import load_settings
+from jobs.file_commands import commands as file_commands
 
 # The exit code for "try again" in sysexits.h: schedulers tell it from a failure.
 STOPPED = 75
@@ -28,27 +28,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(file_commands)
 app.add_typer(cache_commands, name="cache")
-
-Preset = Annotated[Path, typer.Argument(help="YAML file with the settings of one experiment.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over the preset's, such as loss.l1=0.9.")
-]
-Checkpoint = Annotated[Path, typer.Argument(help="Folder of a drafter, in any of the layouts of `export`.")]
-TargetName = Annotated[str, typer.Option(help="Local folder, hub id, or smollm2-135m-instruct.")]
-Resume = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of an interrupted run to go on with.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the settings and the plan, touch nothing.")]
-
-
-class PresetCommand(TyperCommand):
-    """A command on a preset: its help ends with every setting and its default."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        super().format_help(ctx, formatter)
-        table = Table("key", "default", "meaning", title="Settings", title_justify="left", box=None, pad_edge=False)
-        for key, default, description in describe_settings():
-            table.add_row(Text(key, style="cyan"), Text(default), Text(description))
-        Console().print(table)
 
 
 @app.command(cls=PresetCommand)
@@ -174,115 +155,6 @@ def simulate(
     simulate(run, calibration, threshold, requests, dry_run)
 
 
-@app.command()
-def inspect(
-    file: Annotated[Path, typer.Argument(help="Conversations: .jsonl, .json or .parquet, each also as .gz.")],
-    target: TargetName,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row in place of coloured text.")] = False,
-    max_length: Annotated[int, typer.Option(min=1, help="Tokens per row; longer rows are cut at the end.")] = 4096,
-    limit: Annotated[int | None, typer.Option(min=1, show_default="all", help="Rows shown.")] = None,
-    thinking: Annotated[
-        bool | None, typer.Option("--thinking/--no-thinking", show_default="not passed", help="`enable_thinking`.")
-    ] = None,
-    anchors: Annotated[int, typer.Option(min=1, help="Blocks drawn per row.")] = 512,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the anchors.")] = 42,
-) -> None:
-    """Show how conversations become tokens, and which tokens are supervised."""
-    from jobs.inspect import inspect
-
-    inspect(
-        file,
-        target,
-        as_json=as_json,
-        max_length=max_length,
-        limit=limit,
-        thinking=thinking,
-        anchors=anchors,
-        seed=seed,
-    )
-
-
-@app.command()
-def generate(
-    checkpoint: Checkpoint,
-    target: TargetName,
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="The user's message.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws above temperature 0.")] = 0,
-    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Compute type of target and drafter.")] = "fp32",
-) -> None:
-    """Answer one prompt with speculative decoding; accepted draft tokens are marked."""
-    from jobs.generate import generate
-
-    generate(
-        checkpoint,
-        target,
-        prompt=prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        dtype=dtype,
-    )
-
-
-@app.command()
-def export(
-    checkpoint: Checkpoint,
-    out: Annotated[Path, typer.Argument(help="New folder.")],
-    to: Annotated[Literal["deepspec", "speculators", "specforge"], typer.Option(help="Layout of the new folder.")],
-    source: Annotated[
-        Literal["deepspec", "speculators", "specforge", "modelopt"] | None,
-        typer.Option("--from", show_default="found out", help="Layout of the checkpoint."),
-    ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            show_default="not needed", help="Supplies embedding, head and name where the checkpoint lacks them."
-        ),
-    ] = None,
-    drafter_license: Annotated[
-        str | None, typer.Option("--license", show_default="not stated", help="The drafter's, for the model card.")
-    ] = None,
-    target_license: Annotated[str | None, typer.Option(show_default="not stated", help="The target's.")] = None,
-    data_license: Annotated[str | None, typer.Option(show_default="not stated", help="The data's.")] = None,
-    push_to_hub: Annotated[
-        str | None,
-        typer.Option(
-            metavar="REPO", show_default="no upload", help="Upload the folder to this repository; a new one is public."
-        ),
-    ] = None,
-    dry_run: DryRun = False,
-) -> None:
-    """Write a drafter in the file layout of a serving engine, with a model card."""
-    from dspark.evaluation.model_card import Licences
-    from jobs.export import export
-
-    licences = Licences(drafter_license, target_license, data_license)
-    export(checkpoint, out, to, source, target, licences, push_to_hub, dry_run)
-
-
-@app.command()
-def check_reference(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders of reference cases.")],
-    dtype: Annotated[
-        Literal["fp32", "bf16"], typer.Option(help="Type in which weights and states are computed.")
-    ] = "fp32",
-) -> None:
-    """Compare the drafter and its losses with stored reference cases."""
-    from jobs.check_reference import check_reference
-
-    _end(check_reference(folders, dtype))
-
-
-@app.command()
-def doctor() -> None:
-    """Check that this machine has what the jobs need."""
-    from jobs.doctor import doctor
-
-    _end(doctor())
-
-
 def main() -> None:
     """`dspark ...`: exits 0 only on success, 2 on bad input, 75 when stopped and resumable, 130 when interrupted."""
     _run(sys.argv[1:])
@@ -312,12 +184,3 @@ def _without_resume(arguments: list[str]) -> list[str]:
     at = next((place for place, text in enumerate(arguments) if text.partition("=")[0] == "--resume"), len(arguments))
     end = at + (1 if "=" in "".join(arguments[at : at + 1]) else 2)
     return [*arguments[:at], *arguments[end:]]
-
-
-def _end(success: bool) -> None:
-    if not success:
-        raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    main()

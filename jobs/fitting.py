@@ -4,23 +4,18 @@ import json
 import threading
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
-from queue import Empty
 from typing import Any
 
 import pyarrow.compute as pc
 import ray
-import torch
 from ray.train import Checkpoint, CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
-from safetensors.torch import load
 
 from actors.checkpoints import (
-    DRAFTER,
     LEDGER,
-    best_checkpoint,
     finished_steps,
     newest_checkpoint,
     progress_of,
@@ -40,17 +35,16 @@ from dspark.data.epoch_ledger import EpochLedger, Tally
 from dspark.data.plan import largest_step
 from dspark.data.rows import sample_at, supervised_counts
 from dspark.errors import InputError, StoppedError
-from dspark.model.checkpoints import save_drafter
-from dspark.target_files import DTYPES, load_vocabulary, load_whole_config
 from jobs.config import dump_settings
 from jobs.experiment import Experiment
+from jobs.exporting import export_drafter
 from jobs.following import Following
-from jobs.progress import Stage, not_finite, stage, training_note, which_side
+from jobs.progress import not_finite, stage, which_side
+from jobs.records import Records
 from jobs.rows import Rows
 from jobs.signals import stop_signals
 from jobs.streams import Streams, step_streams, stream_names
 
-HISTORY = "history.jsonl"
 _LOOK_S = 0.2
 
 
@@ -76,7 +70,7 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
     # On the driver's node: one that is lost must not take the records or the wish to stop along.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     queue = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
-    flag: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(StopActor).remote()
+    flag: Any = ray.remote(num_cpus=0)(StopActor).options(scheduling_strategy=here).remote()
     checkpoint = newest_checkpoint(storage)
     done, over = finished_steps(checkpoint), checkpoint is not None and progress_of(checkpoint)["over"]
     if experiment.resumed:
@@ -113,7 +107,7 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
         )
     ledger = _balance(experiment, rows, checkpoint)
     console.print(f"ledger: {ledger}", highlight=False)
-    _export(experiment, rows)
+    export_drafter(experiment, rows)
     return Fitted(facts["step"], records.history, ledger)
 
 
@@ -206,105 +200,3 @@ def _bigrams(settings: Settings, rows: Rows) -> Any:
     ).remote()
     ray.get(actor.ready.remote())
     return actor.bigrams.remote(settings.target, pool, prompt, counts)
-
-
-class Records:
-    """Takes records from rank 0 while training runs: shows them, writes them to MLflow and to `history.jsonl`."""
-
-    def __init__(self, experiment: Experiment, queue: Queue, bar: Stage, done: int, following: Following) -> None:
-        self.experiment, self.queue, self.bar, self.following = experiment, queue, bar, following
-        self.path = experiment.folder / HISTORY
-        # Records after the checkpoint that is resumed were made by steps that are made again.
-        self.history: list[dict[str, float]] = [entry for entry in _read(self.path) if entry["step"] <= done]
-        self.path.write_text("".join(json.dumps(entry) + "\n" for entry in self.history))
-        self.error: str | None = None
-        self.finished = threading.Event()
-        self.thread = threading.Thread(target=self._follow, name="records", daemon=True)
-
-    def __enter__(self) -> "Records":
-        self.thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.finished.set()
-        self.thread.join(timeout=30)
-        self.following.finish(wait=kind is None and self.error is None)
-
-    def _follow(self) -> None:
-        last = False
-        while not last:
-            last = self.finished.is_set()
-            self.following.look()
-            try:
-                self._take([self.queue.get(timeout=0.5)])
-            except Empty:
-                continue
-
-    def _take(self, records: list[dict[str, Any]]) -> None:
-        records += self.queue.get_nowait_batch(self.queue.qsize())
-        if errors := [entry for entry in records if "error" in entry]:
-            self.error = str(errors[0]["error"])
-            return
-        for entry in records:
-            if "drafter" in entry:
-                self.following.offer(entry["step"], entry["drafter"])
-        records = [entry for entry in records if "drafter" not in entry]
-        if not records:
-            return
-        # A restarted trainer group repeats the steps after its checkpoint; the later record holds.
-        first = min(int(entry["step"]) for entry in records)
-        self.history = [entry for entry in self.history if entry["step"] < first] + records
-        with self.path.open("a") as file:
-            file.writelines(json.dumps(entry) + "\n" for entry in records)
-        self.experiment.tracker.records(records)
-        self.bar.update(int(records[-1]["step"]), training_note(records[-1]))
-
-
-def _read(path: Any) -> list[dict[str, float]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _export(experiment: Experiment, rows: Rows) -> None:
-    """Writes a checkpoint's drafter with the target's embedding and head, in the published layout.
-
-    The last checkpoint's, or the best one's with `train.keep_best`.
-    """
-    settings = experiment.settings
-    dtype = DTYPES[settings.train.precision]
-    checkpoint, wanted = newest_checkpoint(experiment.checkpoints), settings.validation
-    if settings.train.keep_best is not None:
-        best = best_checkpoint(experiment.checkpoints, f"val_{wanted.metric}", wanted.smaller)
-        checkpoint = best or checkpoint
-    assert checkpoint is not None, "training has just left one"
-    state = load(read_file(checkpoint, DRAFTER))
-    if not experiment.drafter.exists():
-        save_drafter(
-            experiment.drafter,
-            state,
-            rows.draft,
-            load_vocabulary(settings.target, torch.device("cpu"), dtype),
-            load_whole_config(settings.target),
-            settings.train.anchors if settings.drafter.kind == "dspark" else None,
-            dtype,
-            drafter_facts(settings, rows, finished_steps(checkpoint)),
-        )
-
-
-def drafter_facts(settings: Settings, rows: Rows, steps: int) -> dict[str, Any]:
-    """What a drafter's folder says of its making, beyond the published keys."""
-    return {
-        "target": {
-            "name": rows.origin.target,
-            "revision": rows.origin.revision,
-            "fingerprint": rows.origin.fingerprint,
-            "architectures": list(load_whole_config(settings.target).architectures or []),
-        },
-        "data": {"conversations": settings.data.conversations.name, "fingerprint": rows.fingerprint},
-        "start_from": rows.start,
-        "render": rows.origin.render,
-        "rows": rows.table.num_rows,
-        "plan": rows.plan.identity,
-        "steps": steps,
-        "loss": (settings.loss if settings.drafter.kind == "dspark" else settings.eagle3).model_dump(mode="json"),
-        "seed": settings.seed,
-    }

@@ -290,8 +290,7 @@ class CacheReader:
         )
 
 
-def _await(checks: Sequence[Sequence[Future[None]]]) -> None:
-    """Returns when all have passed; raises what the first one found."""
+def _await(checks: Sequence[Sequence[Future[None]]]) -> None:  # raises what the first bad one found
     for check in chain.from_iterable(checks):
         check.result()
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dspark.decoding.chains import ChainProposer
+from dspark.decoding.fit import check_fit
 from dspark.decoding.kv import Aim, AimedCache, PackedAim, target_store
 from dspark.decoding.policies import WHOLE_BLOCK, Fixed, Policy, admitted, calibrated, check_policy
 from dspark.decoding.proposer import Proposal, Proposer
@@ -75,7 +76,7 @@ class Engine:
         Raises:
             InputError: lengths or sizes that target and drafter cannot serve, or a policy that the drafter cannot.
         """
-        _check(target, drafter, batch, max_length)
+        check_fit(target, drafter, batch, max_length)
         confident = isinstance(drafter, Drafter) and drafter.confidence_head is not None
         check_policy(policy, temperatures, drafter.config.block if drafter is not None else None, confident)
         self.policy, self.temperatures = policy, temperatures
@@ -293,32 +294,3 @@ def _proposer(drafter: AnyDrafter, vocabulary: Vocabulary, rows: int) -> Propose
     if isinstance(drafter, Drafter):
         return Proposer(drafter, vocabulary, rows)
     return ChainProposer(drafter, vocabulary, rows)
-
-
-def _check(target: Target, drafter: AnyDrafter | None, batch: int, max_length: int) -> None:
-    if batch < 1 or max_length < 2:
-        raise InputError(f"batch={batch} and max_length={max_length}: needed are at least 1 row and 2 tokens")
-    if len(target.computed_on) > 1:
-        raise InputError(
-            f"the target's layers are computed on {', '.join(sorted(target.computed_on))}: decoding keeps its keys and "
-            "values on one device, load the target without target.device_map or with one that names one GPU"
-        )
-    limit = target.config.max_position_embeddings
-    if max_length > limit:
-        raise InputError(f"max_length={max_length} is beyond the target's {limit} positions: lower it")
-    if drafter is None:
-        return
-    config = drafter.config
-    pairs = {
-        "vocabulary": (config.vocab, target.vocab_size),
-        "hidden width": (config.hidden, target.hidden),
-        "target layers": (config.target_layers, target.layers),
-        "dtype": (drafter.fc.weight.dtype, target.dtype),
-        "device": (drafter.fc.weight.device, target.device),
-    }
-    for name, (ours, theirs) in pairs.items():
-        if ours != theirs:
-            raise InputError(
-                f"the drafter's {name} is {ours}, the target's is {theirs}: load a drafter of this target, in the "
-                "target's dtype and on its device"
-            )

@@ -1,0 +1,119 @@
+"""Commands on a file or a folder, and `doctor`: they take no preset."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from jobs.arguments import Checkpoint, DryRun, TargetName, end
+
+commands = typer.Typer()
+
+
+@commands.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(help="Conversations: .jsonl, .json or .parquet, each also as .gz.")],
+    target: TargetName,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row in place of coloured text.")] = False,
+    max_length: Annotated[int, typer.Option(min=1, help="Tokens per row; longer rows are cut at the end.")] = 4096,
+    limit: Annotated[int | None, typer.Option(min=1, show_default="all", help="Rows shown.")] = None,
+    thinking: Annotated[
+        bool | None, typer.Option("--thinking/--no-thinking", show_default="not passed", help="`enable_thinking`.")
+    ] = None,
+    anchors: Annotated[int, typer.Option(min=1, help="Blocks drawn per row.")] = 512,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the anchors.")] = 42,
+) -> None:
+    """Show how conversations become tokens, and which tokens are supervised."""
+    from jobs.inspect import inspect
+
+    inspect(
+        file,
+        target,
+        as_json=as_json,
+        max_length=max_length,
+        limit=limit,
+        thinking=thinking,
+        anchors=anchors,
+        seed=seed,
+    )
+
+
+@commands.command()
+def generate(
+    checkpoint: Checkpoint,
+    target: TargetName,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="The user's message.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws above temperature 0.")] = 0,
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Compute type of target and drafter.")] = "fp32",
+) -> None:
+    """Answer one prompt with speculative decoding; accepted draft tokens are marked."""
+    from jobs.generate import generate
+
+    generate(
+        checkpoint,
+        target,
+        prompt=prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        dtype=dtype,
+    )
+
+
+@commands.command()
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Argument(help="New folder.")],
+    to: Annotated[Literal["deepspec", "speculators", "specforge"], typer.Option(help="Layout of the new folder.")],
+    source: Annotated[
+        Literal["deepspec", "speculators", "specforge", "modelopt"] | None,
+        typer.Option("--from", show_default="found out", help="Layout of the checkpoint."),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            show_default="not needed", help="Supplies embedding, head and name where the checkpoint lacks them."
+        ),
+    ] = None,
+    drafter_license: Annotated[
+        str | None, typer.Option("--license", show_default="not stated", help="The drafter's, for the model card.")
+    ] = None,
+    target_license: Annotated[str | None, typer.Option(show_default="not stated", help="The target's.")] = None,
+    data_license: Annotated[str | None, typer.Option(show_default="not stated", help="The data's.")] = None,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REPO", show_default="no upload", help="Upload the folder to this repository; a new one is public."
+        ),
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Write a drafter in the file layout of a serving engine, with a model card."""
+    from dspark.evaluation.model_card import Licences
+    from jobs.export import export
+
+    licences = Licences(drafter_license, target_license, data_license)
+    export(checkpoint, out, to, source, target, licences, push_to_hub, dry_run)
+
+
+@commands.command()
+def check_reference(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders of reference cases.")],
+    dtype: Annotated[
+        Literal["fp32", "bf16"], typer.Option(help="Type in which weights and states are computed.")
+    ] = "fp32",
+) -> None:
+    """Compare the drafter and its losses with stored reference cases."""
+    from jobs.check_reference import check_reference
+
+    end(check_reference(folders, dtype))
+
+
+@commands.command()
+def doctor() -> None:
+    """Check that this machine has what the jobs need."""
+    from jobs.doctor import doctor
+
+    end(doctor())

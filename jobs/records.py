@@ -1,0 +1,70 @@
+"""What trainers report while they train: history, tracking, progress bar, and drafters to be measured meanwhile."""
+
+import json
+import threading
+from queue import Empty
+from typing import Any
+
+from ray.util.queue import Queue
+
+from jobs.experiment import Experiment
+from jobs.following import Following
+from jobs.progress import Stage, training_note
+
+HISTORY = "history.jsonl"
+
+
+class Records:
+    """Takes records from rank 0 while training runs: shows them, writes them to MLflow and to `history.jsonl`."""
+
+    def __init__(self, experiment: Experiment, queue: Queue, bar: Stage, done: int, following: Following) -> None:
+        self.experiment, self.queue, self.bar, self.following = experiment, queue, bar, following
+        self.path = experiment.folder / HISTORY
+        # Records after the checkpoint that is resumed were made by steps that are made again.
+        self.history: list[dict[str, float]] = [entry for entry in _read(self.path) if entry["step"] <= done]
+        self.path.write_text("".join(json.dumps(entry) + "\n" for entry in self.history))
+        self.error: str | None = None
+        self.finished = threading.Event()
+        self.thread = threading.Thread(target=self._follow, name="records", daemon=True)
+
+    def __enter__(self) -> "Records":
+        self.thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.finished.set()
+        self.thread.join(timeout=30)
+        self.following.finish(wait=kind is None and self.error is None)
+
+    def _follow(self) -> None:
+        last = False
+        while not last:
+            last = self.finished.is_set()
+            self.following.look()
+            try:
+                self._take([self.queue.get(timeout=0.5)])
+            except Empty:
+                continue
+
+    def _take(self, records: list[dict[str, Any]]) -> None:
+        records += self.queue.get_nowait_batch(self.queue.qsize())
+        if errors := [entry for entry in records if "error" in entry]:
+            self.error = str(errors[0]["error"])
+            return
+        for entry in records:
+            if "drafter" in entry:
+                self.following.offer(entry["step"], entry["drafter"])
+        records = [entry for entry in records if "drafter" not in entry]
+        if not records:
+            return
+        # A restarted trainer group repeats the steps after its checkpoint; the later record holds.
+        first = min(int(entry["step"]) for entry in records)
+        self.history = [entry for entry in self.history if entry["step"] < first] + records
+        with self.path.open("a") as file:
+            file.writelines(json.dumps(entry) + "\n" for entry in records)
+        self.experiment.tracker.records(records)
+        self.bar.update(int(records[-1]["step"]), training_note(records[-1]))
+
+
+def _read(path: Any) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
