@@ -32,10 +32,7 @@ class PresetCommand(TyperCommand):
         Console().print(table)
 
 
-def end(success: bool) -> None:
+def exit_unless(success: bool) -> None:
+    """Ends the command with exit code 1 if what it checked does not hold."""
     if not success:
         raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -184,3 +184,7 @@ def _without_resume(arguments: list[str]) -> list[str]:
     at = next((place for place, text in enumerate(arguments) if text.partition("=")[0] == "--resume"), len(arguments))
     end = at + (1 if "=" in "".join(arguments[at : at + 1]) else 2)
     return [*arguments[:at], *arguments[end:]]
+
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from jobs.arguments import Checkpoint, DryRun, TargetName, end
+from jobs.arguments import Checkpoint, DryRun, TargetName, exit_unless
 
 commands = typer.Typer()
 
@@ -108,7 +108,7 @@ def check_reference(
     """Compare the drafter and its losses with stored reference cases."""
     from jobs.check_reference import check_reference
 
-    end(check_reference(folders, dtype))
+    exit_unless(check_reference(folders, dtype))
 
 
 @commands.command()
@@ -116,4 +116,4 @@ def doctor() -> None:
     """Check that this machine has what the jobs need."""
     from jobs.doctor import doctor
 
-    end(doctor())
+    exit_unless(doctor())

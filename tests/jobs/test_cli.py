@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from dspark.errors import InputError
 from jobs import cli
+from jobs.file_commands import commands as file_commands
 from tests.conftest import tiny_preset
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +47,7 @@ def raising(error: BaseException) -> None:
 def test_the_list_of_commands_is_complete() -> None:
     shown = CliRunner().invoke(cli.app, ["--help"]).output
     assert all(f" {command} " in shown for command in COMMANDS)
-    assert len(cli.app.registered_commands) == len(COMMANDS)
+    assert len(cli.app.registered_commands) + len(file_commands.registered_commands) == len(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
