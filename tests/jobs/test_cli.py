@@ -26,6 +26,7 @@ COMMANDS = [
     "export",
     "check-reference",
     "doctor",
+    "submit",
 ]
 
 
