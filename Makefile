@@ -19,7 +19,7 @@ demo test test-faults readme curves bench-capture bench-cache: export HF_HUB_OFF
 # Without a token, Ray writes none to the user's home. It knows `disabled` and `token`.
 test test-faults: export RAY_AUTH_MODE ?= disabled
 
-.PHONY: help readme record demo bench-capture bench-cache bench-step record-step test test-faults lint quickstart-data \
+.PHONY: help readme record demo bench-capture bench-cache bench-step record-step test test-faults lint settings quickstart-data \
 	curves pictures reference clean
 .DEFAULT_GOAL := help
 
@@ -56,6 +56,9 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+settings: $(STAMP) ## write docs/settings.md from the types
+	PYTHONPATH=. $(BIN)/python benchmarks/write_settings.py
 
 quickstart-data: $(STAMP) ## write the quickstart's conversations again, with the target's own answers
 	$(BIN)/python -m jobs.quickstart_data
