@@ -127,7 +127,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         f"--ray-client-server-port={free_port()}", f"--metrics-export-port={free_port()}",
         f"--temp-dir={temp}", "--object-store-memory=100000000", "--node-ip-address=127.0.0.1",
     ]  # fmt: skip
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    # A job's `python` is the one that its node finds first.
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     head = subprocess.Popen(
         command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
