@@ -20,7 +20,7 @@ demo test test-faults soak readme curves bench-capture bench-cache bench-drafter
 test test-faults soak bench-stream: export RAY_AUTH_MODE ?= disabled
 
 .PHONY: help readme record demo soak scaling bench-stream bench-capture bench-cache bench-drafters bench-step record-step test \
-	test-faults lint quickstart-data \
+	test-faults lint settings quickstart-data \
 	curves pictures reference clean
 .DEFAULT_GOAL := help
 
@@ -57,6 +57,9 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+settings: $(STAMP) ## write docs/settings.md from the types
+	PYTHONPATH=. $(BIN)/python benchmarks/write_settings.py
 
 quickstart-data: $(STAMP) ## write the quickstart's conversations again, with the target's own answers
 	$(BIN)/python -m jobs.quickstart_data

@@ -1,11 +1,14 @@
 """MLflow: one run per experiment, written by the driver alone, and the registry of drafters."""
 
+import os
+import socket
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
@@ -13,6 +16,9 @@ from mlflow.exceptions import MlflowException
 from dspark.errors import StoppedError
 from dspark.sections import TrackingSettings
 
+# Tags that say which process writes a run.
+_HOST, _PID, _STARTED = "dspark.driver_host", "dspark.driver_pid", "dspark.driver_started"
+_CLOCK_S = 2.0
 _METRICS_PER_CALL, _PARAMS_PER_CALL, _LONGEST_PARAM = 1000, 100, 500
 
 
@@ -21,17 +27,56 @@ def default_uri(output: Path) -> str:
     return f"sqlite:///{(output.resolve() / 'mlflow.db')}"
 
 
+def end_dead_runs(client: MlflowClient, experiment: str) -> list[str]:
+    """Marks runs of this machine as KILLED whose driver is gone without having ended them; returns their ids.
+
+    A driver on another machine cannot be seen from here, so its runs are left as they are.
+    """
+    filter_string = f"attributes.status = 'RUNNING' and tags.`{_HOST}` = '{socket.gethostname()}'"
+    dead, page = [], None
+    while True:
+        runs = client.search_runs([experiment], filter_string=filter_string, page_token=page)
+        dead += [run.info.run_id for run in runs if not _lives(run.data.tags)]
+        page = runs.token
+        if not page:
+            break
+    for run_id in dead:
+        client.set_terminated(run_id, status="KILLED")
+    return dead
+
+
+def _driver_tags() -> dict[str, str]:
+    started = psutil.Process().create_time()
+    return {_HOST: socket.gethostname(), _PID: str(os.getpid()), _STARTED: f"{started:.2f}"}
+
+
+def _lives(tags: Mapping[str, str]) -> bool:
+    """Whether the process of these tags is there; its start time tells it from a later one of the same number."""
+    try:
+        process = psutil.Process(int(tags[_PID]))
+        # The start is counted from a boot time that the clock's corrections move.
+        same = abs(process.create_time() - float(tags[_STARTED])) < _CLOCK_S
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
 class Tracker:
     """The MLflow run of one experiment; as a context manager it ends the run with the right state, whatever happens."""
 
     def __init__(self, settings: TrackingSettings, output: Path, run_name: str, run_id: str | None = None) -> None:
         self.uri = settings.uri or default_uri(output)
         self.client = MlflowClient(tracking_uri=self.uri)
+        experiment = self._experiment(settings, output)
+        end_dead_runs(self.client, experiment)
         if run_id is None:
-            run_id = self.client.create_run(self._experiment(settings, output), run_name=run_name).info.run_id
+            run_id = self.client.create_run(experiment, run_name=run_name, tags=_driver_tags()).info.run_id
         else:
             self.client.update_run(run_id, status="RUNNING")
         self.run_id: str = run_id
+        self.tags(_driver_tags())
 
     def _experiment(self, settings: TrackingSettings, output: Path) -> str:
         found = self.client.get_experiment_by_name(settings.experiment)
@@ -47,7 +92,8 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt | StoppedError)
+        # Ray turns the signal that stops a submitted job into a SystemExit.
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit | StoppedError)
         state = "FINISHED" if kind is None else "KILLED" if interrupted else "FAILED"
         self.client.set_terminated(self.run_id, status=state)
 

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -153,6 +153,35 @@ def simulate(
     from jobs.simulate import simulate
 
     simulate(run, calibration, threshold, requests, dry_run)
+
+
+@app.command()
+def submit(
+    command: Annotated[
+        Literal["run", "prepare", "capture", "train"] | None,
+        typer.Argument(metavar="COMMAND", help="run, prepare, capture or train."),
+    ] = None,
+    preset: Annotated[Path | None, typer.Argument(help="YAML file in the checkout.")] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Interrupted run to go on with, on storage of all nodes.")
+    ] = None,
+    stop: Annotated[str | None, typer.Option(metavar="ID", help="End this job instead.")] = None,
+    address: Annotated[
+        str, typer.Option(envvar="RAY_API_SERVER_ADDRESS", help="Dashboard of the cluster.")
+    ] = "http://127.0.0.1:8265",
+    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds to wait for a cluster that is starting.")] = 120,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print files and entrypoint, send nothing.")] = False,
+) -> None:
+    """Run a command as a job of a Ray cluster, follow its log and end with its exit code."""
+    if (stop is None) == (command is None) or (command is not None and preset is None):
+        raise InputError("submit needs COMMAND and PRESET, or --stop ID alone: see `dspark submit --help`")
+    from jobs import submit
+
+    if command is None or preset is None:
+        submit.stop(address, str(stop), timeout_s)
+        return
+    raise typer.Exit(submit.submit(address, command, preset, overrides or [], resume, timeout_s, dry_run))
 
 
 def main() -> None:

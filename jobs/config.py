@@ -19,6 +19,7 @@ from dspark.config import Settings
 from dspark.data.files import SUFFIXES
 from dspark.errors import InputError
 from dspark.sections import Section
+from jobs.uploading import check_outputs, in_submitted_job
 
 Values = dict[str, Any]
 
@@ -88,14 +89,17 @@ def load_settings(preset: Path, overrides: Sequence[str], home: Path | None = No
         _assign(values, keys, _lookup(_absolute(alone, home, home), keys))
     try:
         # JSON is the strict mode that still knows paths and tuples: "3" is no number there and 1 is no text.
-        return Settings.model_validate_json(json.dumps(values, default=str), strict=True)
+        settings = Settings.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         raise InputError(_faults(preset, error)) from None
+    if in_submitted_job():
+        check_outputs(settings, home)
+    return settings
 
 
 def dump_settings(settings: Settings) -> str:
     """YAML that `load_settings` reads back as equal settings, except that passwords in URIs became `***`."""
-    return yaml.dump(_redacted(settings.model_dump(mode="json")), Dumper=_Dumper, sort_keys=False)
+    return yaml.dump(redacted(settings.model_dump(mode="json")), Dumper=_Dumper, sort_keys=False)
 
 
 def check_files(settings: Settings) -> None:
@@ -232,11 +236,12 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
-def _redacted(value: Any) -> Any:
+def redacted(value: Any) -> Any:
+    """Settings with `***` for the passwords and tokens in their URIs."""
     if isinstance(value, Mapping):
-        return {key: _redacted(inner) for key, inner in value.items()}
+        return {key: redacted(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_redacted(inner) for inner in value]
+        return [redacted(inner) for inner in value]
     if not isinstance(value, str):
         return value
     # user:password@host, where digits and a slash after the colon are a port; and ?password=..., &token=...

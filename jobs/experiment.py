@@ -11,7 +11,7 @@ import yaml
 from actors.tracking import Tracker
 from dspark.config import Settings, dotted
 from dspark.errors import InputError
-from jobs.config import dump_settings
+from jobs.config import dump_settings, redacted
 
 _RECORD = "run.json"
 
@@ -53,7 +53,9 @@ def open_experiment(settings: Settings, resume: Path | None) -> Experiment:
         folder, run_id = _new_folder(output, settings.name), None
     tracker = Tracker(settings.tracking, output, folder.name, run_id)
     (folder / "settings.yaml").write_text(dump_settings(settings))
-    (folder / _RECORD).write_text(json.dumps({"mlflow_run_id": tracker.run_id, "mlflow_uri": tracker.uri}, indent=1))
+    (folder / _RECORD).write_text(
+        json.dumps({"mlflow_run_id": tracker.run_id, "mlflow_uri": redacted(tracker.uri)}, indent=1)
+    )
     if resume is None:
         tracker.params(dotted(yaml.safe_load(dump_settings(settings))))
     _point(output / "latest", folder)

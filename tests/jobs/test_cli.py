@@ -28,6 +28,7 @@ COMMANDS = [
     "export",
     "check-reference",
     "doctor",
+    "submit",
 ]
 
 
