@@ -63,7 +63,7 @@ def calibrate(settings: Settings, checkpoint: Path, profile: bool, dry_run: bool
     experiment = open_experiment(settings, None)
     experiment.drafter.symlink_to(checkpoint)  # so that `latest/drafter` is a drafter after any kind of run
     evaluate = settings.evaluate
-    booked = {"CPU": evaluate.actors * evaluate.cpus, "GPU": evaluate.actors * evaluate.gpus}
+    booked = {"CPU": evaluate.widest_pool * evaluate.cpus, "GPU": evaluate.widest_pool * evaluate.gpus}
     with experiment.tracker:
         with ray_session(settings, booked):
             recorded = decode_rounds(settings, checkpoint, prompts, console)
@@ -111,7 +111,8 @@ def _print_plan(console: Console, settings: Settings, checkpoint: Path, prompts:
     most = evaluate.max_new_tokens - 1
     console.print(
         f"{halves.count('fit')} prompts to fit to and {halves.count('report')} to report on, each with at most {most} "
-        f"rounds at temperature {settings.calibrate.temperature:g}; {evaluate.actors} calibrators, drafter {checkpoint}"
+        f"rounds at temperature {settings.calibrate.temperature:g}; at most {evaluate.widest_pool} calibrators, "
+        f"drafter {checkpoint}"
     )
     if profile:
         console.print(f"then target passes are timed, of up to {settings.calibrate.requests} requests with all drafts")

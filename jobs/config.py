@@ -30,6 +30,7 @@ _PATHS: Mapping[tuple[str, ...], Literal["preset", "home"]] = {
     ("data", "held_out"): "preset",
     ("data", "validation"): "preset",
     ("evaluate", "benchmarks"): "preset",
+    ("evaluate", "calibration"): "home",
     ("drafter", "start_from"): "preset",
     _MODEL: "preset",
     _SOURCE: "preset",
@@ -103,13 +104,18 @@ def dump_settings(settings: Settings) -> str:
 
 
 def check_files(settings: Settings) -> None:
-    """Raises InputError that lists every data file or folder of the settings that is not there."""
+    """Passes iff the data files and folders of the settings are there, and the verification policy has what it needs.
+
+    Raises:
+        InputError: lists what is missing.
+    """
     faults = [
         f"{key}: there is no file {path}"
         for key, path in (
             ("data.conversations", settings.data.conversations),
             ("data.held_out", settings.data.held_out),
             ("data.validation", settings.data.validation),
+            ("evaluate.calibration", settings.evaluate.calibration),
         )
         if path is not None and not path.is_file()
     ]
@@ -121,6 +127,11 @@ def check_files(settings: Settings) -> None:
         faults.append(f"drafter.start_from: there is no folder {start}")
     if faults:
         raise InputError("; ".join(faults) + ": correct the path or make the data first")
+    # Here and not above: the command line reads settings without torch.
+    from dspark.decoding.policies import choose_policy
+
+    evaluate = settings.evaluate
+    choose_policy(evaluate.policy, evaluate.slots, evaluate.threshold, evaluate.calibration)
 
 
 def describe_settings(section: type[BaseModel] = Settings, prefix: str = "") -> Iterator[tuple[str, str, str]]:

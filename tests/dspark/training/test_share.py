@@ -20,6 +20,12 @@ def counts_of(counts: Means) -> dict[str, tuple[float, float]]:
     return {name: (mean.total.item(), mean.weight.item()) for name, mean in counts.items()}
 
 
+def test_a_row_in_which_nothing_can_be_trained_is_counted() -> None:
+    masks = [[0, 1, 1, 1], [0, 1, 0, 0]]
+    share = share_of(captured(CONFIG, masks), CONFIG, settings_of(CONFIG, global_batch=2))
+    assert counts_of(share.counts)["rows_without_anchors"] == (1, 2)
+
+
 def test_a_share_counts_its_tokens_and_the_anchors_that_its_rows_have_and_give() -> None:
     share = share_of(captured(CONFIG, MASKS), CONFIG, settings_of(CONFIG, anchors=3, global_batch=3))
     assert [len(batch.input_ids_BS) for batch in share.batches] == [1, 1, 1]
@@ -30,6 +36,7 @@ def test_a_share_counts_its_tokens_and_the_anchors_that_its_rows_have_and_give()
         "anchors_available": (7, 3),
         "anchors_used": (6, 3),
         "rows_not_finite": (0, 3),
+        "rows_without_anchors": (0, 3),
     }
 
 
@@ -47,6 +54,7 @@ def test_a_row_that_only_fills_the_step_gives_no_anchors_and_counts_nowhere(pack
         "anchors_available": (5, 2),
         "anchors_used": (5, 2),
         "rows_not_finite": (0, 2),
+        "rows_without_anchors": (0, 2),
     }
 
 
@@ -70,6 +78,7 @@ def test_a_row_that_is_not_finite_is_counted_and_trains_nothing() -> None:
         "anchors_available": (3, 3),
         "anchors_used": (3, 3),
         "rows_not_finite": (1, 3),
+        "rows_without_anchors": (0, 3),
     }
 
 
@@ -90,4 +99,5 @@ def test_chains_of_a_share_weigh_by_the_sequences_or_the_tokens_that_take_part(
         "anchors_available": (6, 3),
         "anchors_used": (5, 3),
         "rows_not_finite": (1, 3),
+        "rows_without_anchors": (0, 3),
     }
