@@ -27,6 +27,8 @@ def publish_masters(engine: DeepSpeedEngine) -> None:
     """Makes the weights of the forward follow the master weights, as after a step; collective."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
+        # A forward without a backward leaves layers gathered that wait for one: they would keep the weights of before.
+        engine.empty_partition_cache()
         for group in range(len(optimizer.fp32_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
     elif hasattr(optimizer, "update_lp_params"):

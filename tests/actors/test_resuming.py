@@ -22,8 +22,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 def test_steps_after_a_resume_in_mid_epoch_are_those_of_the_undisturbed_run_bit_for_bit(
     outcomes: dict[str, Outcome], workers: int, stage: int
 ) -> None:
-    if (workers, stage) == (2, 3):
-        pytest.xfail("under ZeRO 3 with two ranks the second step after a resume differs by 2e-3: not yet explained")
     whole, resumed = outcomes[f"0/{workers}/{stage}"], outcomes[f"{workers}/{workers}/{stage}"]
     assert len(whole.losses) == STEPS and len(set(whole.losses)) == STEPS
     assert resumed.losses == whole.losses[SAVED:]
