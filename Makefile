@@ -15,11 +15,11 @@ export DS_ACCELERATOR ?= cpu
 endif
 
 # The target of demo and tests comes with the installation: nothing may wait for a hub.
-demo test test-faults soak readme curves bench-capture bench-cache bench-drafters bench-stream: export HF_HUB_OFFLINE := 1
+demo test test-faults soak readme curves bench-capture bench-cache bench-drafters bench-decode bench-stream: export HF_HUB_OFFLINE := 1
 # Without a token, Ray writes none to the user's home. It knows `disabled` and `token`.
 test test-faults soak bench-stream: export RAY_AUTH_MODE ?= disabled
 
-.PHONY: help readme record demo soak scaling bench-stream bench-capture bench-cache bench-drafters bench-step record-step test \
+.PHONY: help readme record demo soak scaling bench-stream bench-capture bench-cache bench-decode bench-drafters bench-step record-step test \
 	test-faults lint settings quickstart-data \
 	curves pictures reference clean
 .DEFAULT_GOAL := help
@@ -72,6 +72,9 @@ record-step: $(STAMP) ## the same, and write docs/performance.md
 
 curves: $(STAMP) ## compare loss curves of the quickstart: a second run, and two ranks under ZeRO 2 and 3
 	$(BIN)/python benchmarks/loss_curves.py
+
+bench-decode: $(STAMP) ## tokens per second and rounds of speculative decoding beside plain decoding
+	PYTHONPATH=. $(BIN)/python benchmarks/decode.py $(ARGS)
 
 bench-capture: $(STAMP) ## tokens per second of a capture beside the target's bare forward
 	$(BIN)/python benchmarks/capture.py
