@@ -1,22 +1,14 @@
 """Runs that lose a target, a trainer or a whole node and go on, with the losses of an undisturbed run at every step."""
 
-import json
-import math
-import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ray.cluster_utils import Cluster
-from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 from jobs.config import load_settings
-from jobs.train import train
-from tests.conftest import tiny_preset
-from tests.jobs.soak import endless, losses, parts, soak, soak_preset, start
+from tests.jobs.soak import endless, losses, parts, soak_preset, start
 
 pytestmark = pytest.mark.faults
 STEPS = 60
@@ -84,36 +76,3 @@ def test_a_lost_node_with_target_and_trainer_costs_a_restart_from_the_last_check
         finished(run, tmp_path, expected)
     finally:
         cluster.shutdown()
-
-
-def test_a_sample_of_nan_and_ranks_without_anchors_hang_nobody_and_are_counted(
-    tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str], local_ray: None
-) -> None:
-    target = shutil.copytree(tiny_target, tmp_path / "target")
-    tensors = load_file(target / "model.safetensors")
-    # The byte that stands for 'Z', which a single answer holds: its states are no numbers from there on.
-    (embedding,) = [name for name in tensors if name.endswith("embed_tokens.weight")]
-    tensors[embedding][AutoTokenizer.from_pretrained(target).convert_tokens_to_ids("Z")] = float("nan")
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    preset = tiny_preset(tmp_path, target, rows=7, train={"workers": 2})
-    rows = (tmp_path / "train.jsonl").read_text().splitlines()
-    rows[3] = rows[3].replace("say 3", "Zsay 3")
-    (tmp_path / "train.jsonl").write_text("\n".join(rows))
-    settings = load_settings(preset, [])
-    train(settings, None, False)
-    # Of four steps one has a row of nan for one rank, and the last one a row that only fills it up.
-    lines = (settings.output / "latest" / "history.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    assert len(records) == 4 and all(math.isfinite(record["loss"]) for record in records)
-    assert sorted(record["rows_not_finite"] for record in records)[:3] == [0, 0, 0]
-    assert max(record["rows_not_finite"] for record in records) in (0.5, 1)
-    assert "of the rows had states that are not finite" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.timeout(600)
-def test_two_minutes_of_kills_every_20_seconds_end_with_every_row_trained_once(
-    tmp_path: Path, tiny_target: Path
-) -> None:
-    found = soak(soak_preset(tmp_path, tiny_target), 60 * float(os.environ.get("SOAK_MINUTES", "2")))
-    assert found.different == 0
-    assert found.kills.total() >= 2
