@@ -39,8 +39,7 @@ _PAGE_TEXT = """\
 # Kills every 20 seconds
 
 Written by `make soak`: training runs of a tiny drafter, of which a target, a trainer or the driver is killed with
-SIGKILL every {every:.0f} seconds, at random; a killed driver is started again with `--resume`. The same for two minutes
-is part of `make test-faults`.
+SIGKILL every {every:.0f} seconds, at random; a killed driver is started again with `--resume`.
 
 | seconds | runs | steps | kills of targets | of trainers | of drivers | losses that differ from the undisturbed run's |
 | --- | --- | --- | --- | --- | --- | --- |

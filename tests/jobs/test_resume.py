@@ -6,7 +6,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from dspark.errors import InputError
 from jobs.config import load_settings
 from jobs.train import train
 from tests.conftest import tiny_preset
+from tests.jobs.soak import start
 
 pytestmark = pytest.mark.faults
 REPOSITORY = Path(__file__).parents[2]
@@ -27,16 +27,6 @@ SNAPSHOT = "*/train/checkpoint_manager_snapshot.json"
 
 def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "history.jsonl").read_text().splitlines()]
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    """`dspark train` in a process group of its own, so that a signal reaches what it started."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "jobs.train", *arguments]
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True,
-    )  # fmt: skip
 
 
 def kill_after_a_checkpoint(run: subprocess.Popen[str], output: Path, step: int = 5) -> None:
