@@ -15,11 +15,11 @@ export DS_ACCELERATOR ?= cpu
 endif
 
 # The target of demo and tests comes with the installation: nothing may wait for a hub.
-demo test test-faults soak readme curves bench-capture bench-cache bench-drafters bench-decode bench-stream: export HF_HUB_OFFLINE := 1
+demo test test-faults soak sweep readme curves bench-capture bench-cache bench-drafters bench-decode bench-stream: export HF_HUB_OFFLINE := 1
 # Without a token, Ray writes none to the user's home. It knows `disabled` and `token`.
-test test-faults soak bench-stream: export RAY_AUTH_MODE ?= disabled
+test test-faults soak sweep bench-stream: export RAY_AUTH_MODE ?= disabled
 
-.PHONY: help readme record demo soak scaling bench-stream bench-capture bench-cache bench-decode bench-drafters bench-step record-step test \
+.PHONY: help readme record demo soak sweep scaling bench-stream bench-capture bench-cache bench-decode bench-drafters bench-step record-step test \
 	test-faults lint settings quickstart-data \
 	curves pictures reference clean
 .DEFAULT_GOAL := help
@@ -84,6 +84,9 @@ bench-stream: $(STAMP) ## throughput, bounds and overhead of the stream between 
 
 soak: $(STAMP) ## ten minutes of training whose parts are killed every 20 seconds, and docs/soak.md
 	PYTHONPATH=. $(BIN)/python tests/jobs/soak.py --record
+
+sweep: $(STAMP) ## eight short trials over the quickstart's losses, in a quarter of an hour, and docs/sweep.md
+	PYTHONPATH=. $(BIN)/python benchmarks/sweep.py $(ARGS)
 
 scaling: $(STAMP) ## write docs/scaling.md from the assumptions of platform/clusters/example.yaml
 	$(BIN)/python -m jobs.scaling platform/clusters/example.yaml

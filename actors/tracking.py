@@ -4,14 +4,16 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Mapping
+from copy import copy
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from dspark.errors import StoppedError
 from dspark.sections import TrackingSettings
@@ -94,8 +96,31 @@ class Tracker:
     ) -> None:
         # Ray turns the signal that stops a submitted job into a SystemExit.
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit | StoppedError)
-        state = "FINISHED" if kind is None else "KILLED" if interrupted else "FAILED"
+        state: Literal["FINISHED", "FAILED", "KILLED"] = (
+            "FINISHED" if kind is None else "KILLED" if interrupted else "FAILED"
+        )
+        self.end(state)
+
+    def end(self, state: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
+        """Ends the run."""
         self.client.set_terminated(self.run_id, status=state)
+
+    def child(self, name: str, run_id: str | None = None) -> "Tracker":
+        """A run nested in this one, or the one with `run_id` gone on with; whoever asks for it ends it."""
+        own = copy(self)
+        if run_id is None:
+            tags = {**_driver_tags(), MLFLOW_PARENT_RUN_ID: self.run_id}
+            experiment = self.client.get_run(self.run_id).info.experiment_id
+            own.run_id = self.client.create_run(experiment, run_name=name, tags=tags).info.run_id
+        else:
+            own.run_id = run_id
+            self.client.update_run(run_id, status="RUNNING")
+            own.tags(_driver_tags())
+        return own
+
+    def last_step(self, name: str) -> int:
+        """The newest step for which the run has a value of this metric; 0 if it has none."""
+        return max((metric.step for metric in self.client.get_metric_history(self.run_id, name)), default=0)
 
     def params(self, values: Mapping[str, Any]) -> None:
         """Logs settings by dotted name; long ones are cut, since the whole settings are an artifact."""

@@ -28,6 +28,7 @@ from dspark.sections import (
     TrackingSettings,
     ValidationSettings,
 )
+from dspark.tuning import TuneSettings
 
 
 class Settings(Section):
@@ -48,6 +49,7 @@ class Settings(Section):
     validation: ValidationSettings = ValidationSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     calibrate: CalibrateSettings = CalibrateSettings()
+    tune: TuneSettings = TuneSettings()
     tracking: TrackingSettings = TrackingSettings()
     ray: RaySettings = RaySettings()
 

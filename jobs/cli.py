@@ -95,6 +95,15 @@ def train(
 
 
 @app.command(cls=PresetCommand)
+def tune(preset: Preset, overrides: Overrides = None, resume: Resume = None, dry_run: DryRun = False) -> None:
+    """Train many drafters that differ in the settings of tune.space, and write the best preset."""
+    settings = load_settings(preset, overrides or [])
+    from jobs.tune import tune
+
+    tune(settings, resume, dry_run)
+
+
+@app.command(cls=PresetCommand)
 def evaluate(
     preset: Preset,
     drafters: Annotated[

@@ -2,12 +2,13 @@
 
 import json
 import threading
+from pathlib import Path
 from queue import Empty
 from typing import Any
 
 from ray.util.queue import Queue
 
-from jobs.experiment import Experiment
+from jobs.experiment import Training
 from jobs.following import Following
 from jobs.progress import Stage, training_note
 
@@ -17,11 +18,11 @@ HISTORY = "history.jsonl"
 class Records:
     """Takes records from rank 0 while training runs: shows them, writes them to MLflow and to `history.jsonl`."""
 
-    def __init__(self, experiment: Experiment, queue: Queue, bar: Stage, done: int, following: Following) -> None:
-        self.experiment, self.queue, self.bar, self.following = experiment, queue, bar, following
-        self.path = experiment.folder / HISTORY
+    def __init__(self, training: Training, queue: Queue, bar: Stage, done: int, following: Following) -> None:
+        self.training, self.queue, self.bar, self.following = training, queue, bar, following
+        self.path = training.folder / HISTORY
         # Records after the checkpoint that is resumed were made by steps that are made again.
-        self.history: list[dict[str, float]] = [entry for entry in _read(self.path) if entry["step"] <= done]
+        self.history: list[dict[str, float]] = [entry for entry in read_history(self.path) if entry["step"] <= done]
         self.path.write_text("".join(json.dumps(entry) + "\n" for entry in self.history))
         self.error: str | None = None
         self.finished = threading.Event()
@@ -62,9 +63,10 @@ class Records:
         self.history = [entry for entry in self.history if entry["step"] < first] + records
         with self.path.open("a") as file:
             file.writelines(json.dumps(entry) + "\n" for entry in records)
-        self.experiment.tracker.records(records)
+        self.training.log.records(records)
         self.bar.update(int(records[-1]["step"]), training_note(records[-1]))
 
 
-def _read(path: Any) -> list[dict[str, float]]:
+def read_history(path: Path) -> list[dict[str, float]]:
+    """The records of a training so far."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
