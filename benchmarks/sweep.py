@@ -87,7 +87,8 @@ def document(run: Path, seconds: dict[str, float]) -> str:
     found = ", ".join(f"`{key}={json.dumps(value)}`" for key, value in best["values"].items()) or "the preset's own"
     lines += [
         "",
-        f"Best: trial {best['trial']} with {found}; its mean over {section.seeds} seeds is {best['mean']:.4f}.{compared}",
+        f"Best: trial {best['trial']} with {found}.",
+        f"Its mean over {section.seeds} seeds is {best['mean']:.4f}.{compared}",
         "Few trials, few steps and two seeds: a demonstration, no finding about these settings.",
         "",
         f"Seconds: {seconds['capture']:.0f} to capture the states, {seconds['tune']:.0f} for the sweep. "

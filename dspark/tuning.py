@@ -20,13 +20,18 @@ def _by_dotted_key(value: Any) -> Any:
 def _flat(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, inner in value.items():
-        nested = isinstance(inner, Mapping) and inner and not set(inner) & set(_FORMS)
+        nested = isinstance(inner, Mapping) and inner and all(isinstance(one, Mapping) for one in inner.values())
         flat |= _flat(inner, f"{prefix}{key}.") if nested else {f"{prefix}{key}": inner}
     return flat
 
 
-Bounds = tuple[float, float]
-Values = Annotated[tuple[Any, ...], Field(min_length=1)]
+def _as_tuple(value: Any) -> Any:
+    # Behind `_by_dotted_key` pydantic takes the values for Python's, where strictly a list is no tuple.
+    return tuple(value) if isinstance(value, list) else value
+
+
+Bounds = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
+Values = Annotated[tuple[Any, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
 
 
 class Space(Section):
@@ -37,11 +42,17 @@ class Space(Section):
     choice: Values | None = None
     grid: Values | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_form(cls, value: Any) -> Any:
+        given = [str(form) for form in value] if isinstance(value, Mapping) else []
+        if len(given) != 1 or given[0] not in _FORMS:
+            raise ValueError(f"found {' and '.join(given) or value}, needed exactly one of {', '.join(_FORMS)}")
+        return value
+
     @model_validator(mode="after")
-    def _one_form(self) -> Self:
+    def _values_make_sense(self) -> Self:
         given = [form for form in _FORMS if getattr(self, form) is not None]
-        if len(given) != 1:
-            raise ValueError(f"found {' and '.join(given) or 'none'}, needed exactly one of {', '.join(_FORMS)}")
         if (bounds := self.bounds) is not None and not bounds[0] < bounds[1]:
             raise ValueError(f"{given[0]}: {list(bounds)} must be ascending")
         if self.loguniform is not None and self.loguniform[0] <= 0:

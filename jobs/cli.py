@@ -167,8 +167,8 @@ def simulate(
 @app.command()
 def submit(
     command: Annotated[
-        Literal["run", "prepare", "capture", "train"] | None,
-        typer.Argument(metavar="COMMAND", help="run, prepare, capture or train."),
+        Literal["run", "prepare", "capture", "train", "tune"] | None,
+        typer.Argument(metavar="COMMAND", help="run, prepare, capture, train or tune."),
     ] = None,
     preset: Annotated[Path | None, typer.Argument(help="YAML file in the checkout.")] = None,
     overrides: Overrides = None,

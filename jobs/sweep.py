@@ -12,10 +12,12 @@ import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray import tune
+from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.util import get_node_ip_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -60,7 +62,7 @@ def run_sweep(
         steps = max(replanned(rows, one).plan.steps for one in found)
         _search(sweep, experiment.tracker, ledger, trials, steps, console, asked)
         if not ledger.ranked(settings.seed):
-            raise _all_failed(ledger, experiment)
+            raise all_failed(ledger, experiment.folder)
         again = [
             Outcome(number, seed, ledger.outcomes[number, settings.seed].values)
             for number in to_confirm(ledger, settings.seed)
@@ -73,7 +75,7 @@ def run_sweep(
                 _fit(sweep, NextRun(again, asked), len(again), FIFOScheduler(), follower, asked)
     scores = ledger.scores(seeds)
     if not scores:
-        raise _all_failed(ledger, experiment)
+        raise all_failed(ledger, experiment.folder)
     return ledger, scores
 
 
@@ -153,7 +155,7 @@ def _fit(
     for name, value in (("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1"), ("RAY_CHDIR_TO_TRIAL_DIR", "0")):
         os.environ.setdefault(name, value)
     # On this node, so that a run's files lie where this process reads them.
-    places = tune.PlacementGroupFactory([{"CPU": 1, f"node:{get_node_ip_address()}": 0.001}])
+    places = tune.PlacementGroupFactory([{f"node:{get_node_ip_address()}": 0.001}])
     tuner = tune.Tuner(
         tune.with_resources(tune.with_parameters(run_trial, sweep=sweep), places),
         tune_config=tune.TuneConfig(
@@ -161,13 +163,17 @@ def _fit(
             scheduler=scheduler,
             num_samples=count,
             max_concurrent_trials=sweep.settings.tune.concurrent,
+            trial_name_creator=_short_name,
+            trial_dirname_creator=_short_name,
+            reuse_actors=True,  # a process that has ended a run begins the next without loading torch again
         ),
         run_config=tune.RunConfig(
             name=_STATE, storage_path=str(sweep.folder), callbacks=[follower], verbose=0, stop=has_fault
         ),
     )
     try:
-        attended_work(tuner.fit, asked, sweep.common.stop.ask.remote)
+        if not asked.is_set():
+            attended_work(tuner.fit, asked, sweep.common.stop.ask.remote)
     finally:
         follower.close()
         shutil.rmtree(sweep.folder / _STATE, ignore_errors=True)
@@ -176,12 +182,17 @@ def _fit(
         raise StoppedError(f"stopped with {made} runs made, the others have a checkpoint", str(sweep.folder))
 
 
-def _all_failed(ledger: Ledger, experiment: Experiment) -> InputError | RuntimeError:
+def _short_name(trial: TuneTrial) -> str:
+    # By default it holds all values, of which some make no good file name.
+    return trial.trial_id
+
+
+def all_failed(ledger: Ledger, folder: Path) -> InputError | RuntimeError:
     """The first failure, with its traceback; bad input if that is what it was."""
     failed = [one for one in ledger.outcomes.values() if one.state == "failed"]
     if not failed:
         return RuntimeError("no trial was trained to its end, and none failed")
-    error = run_folder(experiment.folder, failed[0].number, failed[0].seed) / ERROR
+    error = run_folder(folder, failed[0].number, failed[0].seed) / ERROR
     text = error.read_text().strip() if error.is_file() else failed[0].reason
     said = f"{len(failed)} of {len(ledger.outcomes)} runs failed and none was good enough to be the best; the first "
     said += f"one, {failed[0].shown}:\n{text}"

@@ -25,8 +25,8 @@ Values = Mapping[str, Any]
 # Trials share targets, data and whatever measures them, and a seed is no setting that could be better.
 _VARIED = ("drafter", "loss", "eagle3", "train")
 _DIGITS = 4
-# Of a trial, beside its trainers and readers: the process that drives it, and Ray Data's small tasks.
-_TRIAL_CPUS = 2
+# Of a trial, beside its trainers and readers: Ray Data's own small tasks.
+_TRIAL_CPUS = 1
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _check_space(settings: Settings, key: str, space: Space) -> None:
     keys, tried = tuple(key.split(".")), space.values
     if space.bounds is not None:
         low, high = space.bounds
-        # A value inside: a setting that takes whole numbers refuses it.
+        # A value inside too, where bounds alone would pass.
         tried = (low, high, low + (high - low) / math.e)
     for value in tried:
         try:
@@ -173,12 +173,9 @@ def _check_space(settings: Settings, key: str, space: Space) -> None:
             # What only the values of other settings forbid is looked for in whole trials.
             own = [one for one in error.errors(include_url=False) if one["loc"][: len(keys)] == keys]
             if own:
-                raise InputError(f"tune.space.{fault_of(own[0])}{_whole_numbers(space, value)}") from None
-
-
-def _whole_numbers(space: Space, value: Any) -> str:
-    listed = space.bounds is not None and value not in space.bounds
-    return ": list the values with `choice` or `grid`" if listed else ""
+                whole = space.bounds is not None and own[0]["type"].startswith("int_")
+                more = ": list the values with `choice` or `grid`" if whole else ""
+                raise InputError(f"tune.space.{fault_of(own[0])}{more}") from None
 
 
 def _own(settings: Settings) -> dict[str, Any]:

@@ -95,6 +95,7 @@ def check_inputs(settings: Settings, upload: Upload) -> None:
     inputs = {
         "data.conversations": settings.data.conversations,
         "data.held_out": settings.data.held_out,
+        "data.validation": settings.data.validation,
         "prepare.source": settings.prepare.source,
         "evaluate.benchmarks": settings.evaluate.benchmarks,
         "drafter.start_from": settings.drafter.start_from,

@@ -35,12 +35,12 @@ def parallel_coordinates(points: Sequence[Point], keys: Sequence[str], metric: s
     """One line per trial over an axis per setting; the colour is the metric, dashes are trials that were stopped."""
     figure, axes = _figure(theme)
     scores = [point.score for point in points]
-    shade = ScalarMappable(Normalize(min(scores), max(scores)), colormaps["viridis"])
+    scale, colours = Normalize(min(scores), max(scores)), colormaps["viridis"]
     places = {key: _places([point.values.get(key) for point in points]) for key in keys}
     for row, point in enumerate(points):
         heights = [places[key][row] for key in keys]
         axes.plot(
-            range(len(keys)), heights, color=shade.to_rgba(point.score), linewidth=3 if point.number == 0 else 1.8,
+            range(len(keys)), heights, color=colours(scale(point.score)), linewidth=3 if point.number == 0 else 1.8,
             linestyle="-" if point.finished else (0, (4, 3)), marker="o", markersize=4,
         )  # fmt: skip
     for x, key in enumerate(keys):
@@ -49,10 +49,10 @@ def parallel_coordinates(points: Sequence[Point], keys: Sequence[str], metric: s
     axes.set_xlim(-0.25, len(keys) - 0.6)
     axes.set_ylim(-0.12, 1.12)
     axes.set_yticks([])
-    bar = figure.colorbar(shade, ax=axes, pad=0.02)
+    bar = figure.colorbar(ScalarMappable(scale, colours), ax=axes, pad=0.02)
     bar.set_label(metric, color=theme.text, fontsize=11)
     bar.ax.tick_params(colors=theme.muted, labelsize=10)
-    bar.outline.set_visible(False)  # type: ignore[operator]  # an artist, typed as a list of them
+    bar.outline.set_visible(False)
     return _png(figure)
 
 
