@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from jobs.records import HISTORY, read_history
 from jobs.trial import ERROR, FAULT, FINISHED, Sweep, remove_checkpoints, run_folder
 
 
-def has_fault(trial_id: str, result: dict[str, Any]) -> bool:
+def has_fault(trial_id: str, result: Mapping[Any, Any]) -> bool:
     """Whether a run is to be ended for what it says of itself."""
     return FAULT in result
 

@@ -84,7 +84,7 @@ def run_trial(config: dict[str, Any], sweep: Sweep) -> None:
             _train(config, sweep, folder, Console(file=log, width=120))
     except StoppedError:
         return  # the sweep knows why, and goes on with this run when it is resumed
-    except BaseException:
+    except Exception:  # Ray Tune ends a run by SystemExit
         (folder / ERROR).write_text(traceback.format_exc())
         raise
 

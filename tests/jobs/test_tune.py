@@ -205,7 +205,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, local_ray
 
 def actors() -> dict[str, str]:
     """Classes of all actors that this Ray has had, by id."""
-    return {key: one["ActorClassName"] for key, one in ray._private.state.actors().items()}  # type: ignore[attr-defined]
+    return {key: one["ActorClassName"] for key, one in ray._private.state.actors().items()}
 
 
 @pytest.mark.slow
