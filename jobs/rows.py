@@ -112,12 +112,13 @@ def replanned(rows: Rows, settings: Settings) -> Rows:
         InputError: the drafter does not fit the target or its checkpoint.
     """
     draft, start = _drafter_of(settings)
+    same = draft.draft_vocab == rows.draft.draft_vocab
     return replace(
         rows,
         plan=_plan_of(settings, rows.table),
         draft=draft,
         origin=replace(rows.origin, taps=draft.taps),
-        kept=_kept_tokens(settings, draft, rows.table),
+        kept=rows.kept if same else _kept_tokens(settings, draft, rows.table),
         start=start,
     )
 

@@ -82,7 +82,8 @@ class NextRun(Searcher):
         super().__init__()
         self.runs, self.numbers = deque(runs), deque(numbers)
         self.asked, self.optuna, self.seed = asked, optuna, seed
-        self.given: dict[str, Values] = {}
+        self.handed: dict[str, Outcome] = {}
+        self.suggested: set[str] = set()
 
     def suggest(self, trial_id: str) -> Any:
         """The next run; `Searcher.FINISHED` where there is none."""
@@ -90,26 +91,28 @@ class NextRun(Searcher):
             return Searcher.FINISHED
         if self.runs:
             run = self.runs.popleft()
-            self.given[trial_id] = run.values
-            return {"number": run.number, "seed": run.seed, "values": dict(run.values)}
-        if self.optuna is None or not self.numbers:
+        elif self.optuna is None or not self.numbers:
             return Searcher.FINISHED
-        values = self.optuna.suggest(trial_id)
-        if values is None:
-            return None
-        return {"number": self.numbers.popleft(), "seed": self.seed, "values": dict(values)}
+        else:
+            values = self.optuna.suggest(trial_id)
+            if values is None:
+                return None
+            self.suggested.add(trial_id)
+            run = Outcome(self.numbers.popleft(), self.seed, dict(values))
+        self.handed[trial_id] = run
+        return {"number": run.number, "seed": run.seed, "values": dict(run.values)}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        if self.optuna is not None and trial_id not in self.given:
+        if self.optuna is not None and trial_id in self.suggested:
             self.optuna.search.on_trial_result(trial_id, result)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         if self.optuna is None:
             return
-        if trial_id in self.given:
-            self.optuna.learn(self.given[trial_id], (result or {}).get(self.optuna.search.metric))
-        else:
+        if trial_id in self.suggested:
             self.optuna.search.on_trial_complete(trial_id, result, error)
+        else:
+            self.optuna.learn(self.handed[trial_id].values, (result or {}).get(self.optuna.search.metric))
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing: what a sweep goes on from is its own ledger."""

@@ -33,7 +33,7 @@ from jobs.experiment import Experiment
 from jobs.fitting import target_bigrams
 from jobs.outcomes import Ledger, Outcome, Score, to_confirm, unfinished
 from jobs.progress import stage
-from jobs.rows import Rows, replanned
+from jobs.rows import Rows
 from jobs.search import NextRun, OptunaRuns, scheduler_of
 from jobs.signals import attended_work, stop_signals
 from jobs.sweep_records import Follower, has_fault
@@ -44,11 +44,16 @@ _STATE = ".tune"  # Ray Tune's own files, which nobody needs afterwards
 
 
 def run_sweep(
-    experiment: Experiment, rows: Rows, trials: Sequence[Trial], found: Sequence[Settings], console: Console
+    experiment: Experiment,
+    rows: Rows,
+    trials: Sequence[Trial],
+    found: Sequence[Settings],
+    steps: int,
+    console: Console,
 ) -> tuple[Ledger, list[Score]]:
     """Makes all runs that are missing; the ledger, and the trials that finished with every seed, the best first.
 
-    `found` are settings of trials, between them every value that matters here.
+    `found` are settings of trials, between them every value that matters here; `steps` is the length of the longest.
 
     Raises:
         StoppedError: a signal asked for it; what is done stays.
@@ -59,7 +64,6 @@ def run_sweep(
     ledger = Ledger.read(experiment.folder, settings.tune)
     with stop_signals(console) as asked:
         sweep = Sweep(settings, rows, experiment.folder, common_of(settings, found, rows, console))
-        steps = max(replanned(rows, one).plan.steps for one in found)
         _search(sweep, experiment.tracker, ledger, trials, steps, console, asked)
         if not ledger.ranked(settings.seed):
             raise all_failed(ledger, experiment.folder)
@@ -165,7 +169,6 @@ def _fit(
             max_concurrent_trials=sweep.settings.tune.concurrent,
             trial_name_creator=_short_name,
             trial_dirname_creator=_short_name,
-            reuse_actors=True,  # a process that has ended a run begins the next without loading torch again
         ),
         run_config=tune.RunConfig(
             name=_STATE, storage_path=str(sweep.folder), callbacks=[follower], verbose=0, stop=has_fault
@@ -174,6 +177,7 @@ def _fit(
     try:
         if not asked.is_set():
             attended_work(tuner.fit, asked, sweep.common.stop.ask.remote)
+            follower.settle(search.handed.values())
     finally:
         follower.close()
         shutil.rmtree(sweep.folder / _STATE, ignore_errors=True)

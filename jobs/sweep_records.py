@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +34,12 @@ class Follower(tune.Callback):
         self.since: dict[tuple[int, int], float] = {}
 
     def on_trial_start(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
-        key = _key(trial)
-        known = self.ledger.outcomes.get(key, Outcome(*key, trial.config["values"]))
+        self._begin(Outcome(*_key(trial), trial.config["values"]))
+
+    def _begin(self, run: Outcome) -> None:
+        """Opens a run's MLflow run, and its line in the ledger; it may have one from before."""
+        key = run.number, run.seed
+        known = self.ledger.outcomes.get(key, run)
         child = self.tracker.child(run_folder(self.sweep.folder, *key).name, known.mlflow_run_id)
         if known.mlflow_run_id is None:
             child.params({"trial": key[0], "seed": key[1], **known.values})
@@ -65,12 +69,24 @@ class Follower(tune.Callback):
 
     def on_trial_error(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
         key = _key(trial)
+        if key not in self.children:  # it failed before it started
+            self._begin(Outcome(*key, trial.config["values"]))
         error = run_folder(self.sweep.folder, *key) / ERROR
         if not error.is_file():  # its process is gone, and Ray knows why
             error.parent.mkdir(parents=True, exist_ok=True)
             error.write_text(str(trial.get_error()))
         reason = error.read_text().strip().rpartition("\n")[2]
         self._end(key, replace(self.ledger.outcomes[key], state="failed", reason=reason))
+
+    def settle(self, handed: Iterable[Outcome]) -> None:
+        """Books as failed what Ray Tune was given and has neither started nor ended, unless it was asked to stop."""
+        for run in () if self.asked.is_set() else handed:
+            key = run.number, run.seed
+            known = self.ledger.outcomes.get(key)
+            if key in self.children or known is None:
+                if key not in self.children:
+                    self._begin(run)
+                self._end(key, replace(self.ledger.outcomes[key], state="failed", reason="Ray Tune gave it up"))
 
     def close(self) -> None:
         """Ends the MLflow runs of trials that were broken off."""

@@ -10,11 +10,13 @@ import ray
 import yaml
 from rich.console import Console
 
+from actors.pipelines import check_store
 from dspark.config import Settings, dotted
 from dspark.errors import InputError
 from dspark.target_files import settled
 from jobs.config import check_files, dump_settings, read_yaml
 from jobs.experiment import open_experiment
+from jobs.fitting import held_bytes
 from jobs.preflight import check_machine, memory_available, needs_of
 from jobs.rows import Rows, prepare_rows, replanned
 from jobs.session import ray_session
@@ -41,34 +43,34 @@ def tune(settings: Settings, resume: Path | None, dry_run: bool) -> None:
     trials = plan_trials(settings)
     found = reachable(settings, trials)
     rows = prepare_rows(found[0])
-    _check_drafters(found, rows)
+    planned = [(one, _planned(one, rows)) for one in found]
     print_trials(console, settings, rows, trials, booked(settings, found))
     if dry_run:
         return
-    _check_memory(settings, found, rows)
+    _check_memory(settings, planned)
     if resume is not None:
         _check_same(settings, resume)
     experiment = open_experiment(settings, resume)
     with experiment.tracker, ray_session(settings, booked(settings, found)):
         check_places(settings, found, ray.nodes())
-        ledger, scores = run_sweep(experiment, rows, trials, found, console)
+        check_store(settings, settings.tune.concurrent * max(held_bytes(its_rows) for _, its_rows in planned))
+        steps = max(its_rows.plan.steps for _, its_rows in planned)
+        ledger, scores = run_sweep(experiment, rows, trials, found, steps, console)
         write_sweep(experiment, asked, ledger, scores)
         print_sweep(console, ledger, scores)
     console.print(str(experiment.folder / BEST), soft_wrap=True)
 
 
-def _check_drafters(found: Sequence[Settings], rows: Rows) -> None:
-    """Raises InputError if a trial's drafter does not fit the target, its checkpoint, or the cache."""
-    for one in found:
-        drafter = replanned(rows, one)
-        if one.data.source == "cache" and not set(drafter.draft.taps) <= set(rows.origin.taps):
-            # A cache may hold more taps than trial 0 needs.
-            prepare_rows(one)
+def _planned(settings: Settings, rows: Rows) -> Rows:
+    """The rows of a trial; raises InputError if its drafter does not fit the target, its checkpoint, or the cache."""
+    found = replanned(rows, settings)
+    if settings.data.source == "cache" and not set(found.draft.taps) <= set(rows.draft.taps):
+        prepare_rows(settings)  # looks for these taps in the cache too
+    return found
 
 
-def _check_memory(settings: Settings, found: Sequence[Settings], rows: Rows) -> None:
+def _check_memory(settings: Settings, planned: Sequence[tuple[Settings, Rows]]) -> None:
     """Refuses a sweep whose largest trial, or as many of it as run at the same time, this machine cannot hold."""
-    planned = [(one, replanned(rows, one)) for one in found]
     largest, its_rows = max(planned, key=lambda one: needs_of(*one).trainer_memory)
     check_machine(largest, its_rows)
     needs, at_once = needs_of(largest, its_rows), settings.tune.concurrent
