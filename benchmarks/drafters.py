@@ -37,7 +37,7 @@ COMMON = {
     "drafter": {"block": 7},
     "loss": {"gamma": 4.0},
     "train": {"log_every": 10, "checkpoint_every": 200, "keep_last": 1},
-    "evaluate": {"max_new_tokens": 64, "prompts_t1": 12, "batch": [16]},
+    "evaluate": {"max_new_tokens": 64, "batch": [16]},
     "tracking": {"register_model": False},
     "data": {"source": "cache"},
 }
@@ -59,7 +59,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=600, help="conversations that are captured and trained on")
     parser.add_argument("--steps", type=int, default=1200, help="optimizer steps of 2 rows, of each drafter")
-    parser.add_argument("--prompts", type=int, default=48, help="held-out prompts at temperature 0")
+    parser.add_argument(
+        "--prompts", type=int, default=48, help="held-out prompts at temperature 0, a quarter also at 1"
+    )
     parser.add_argument("--benchmarks", type=Path, help="folder of NAME.jsonl, measured besides")
     parser.add_argument("--benchmark-prompts", type=int, default=8, help="of each benchmark")
     parser.add_argument("--init", choices=("random", "target"), default="random",
@@ -71,7 +73,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--record", action="store_true", help=f"write {RECORD}")
     asked = parser.parse_args()
     if asked.quick:
-        asked.rows, asked.steps, asked.prompts, asked.benchmark_prompts = 24, 12, 3, 1
+        asked.rows, asked.steps, asked.prompts, asked.benchmark_prompts = 24, 12, 6, 1
     return asked
 
 
@@ -92,10 +94,11 @@ def presets(asked: argparse.Namespace) -> dict[str, Settings]:
         },
         "cache": {"folder": str(asked.folder.absolute() / "cache")},
         "evaluate": {
-            "actors": asked.cores, "prompts_t0": asked.prompts, "benchmark_prompts": asked.benchmark_prompts
+            "actors": asked.cores, "prompts_t0": asked.prompts, "prompts_t1": asked.prompts // 4,
+            "benchmark_prompts": asked.benchmark_prompts,
         }
         | ({"benchmarks": str(asked.benchmarks.absolute())} if asked.benchmarks else {})
-        | ({"max_new_tokens": 12, "prompts_t1": 1} if asked.quick else {}),
+        | ({"max_new_tokens": 12} if asked.quick else {}),
     }):  # fmt: skip
         values = merged(values, part)
     found = {}

@@ -43,9 +43,9 @@ def generate(checkpoint: Path, prompt: str | None, file: Path | None, as_chat: b
 
 
 def _read(file: Path | None) -> str:
-    """The text of a file, None: of stdin."""
+    """The text of a file, None: of stdin; without the line break at its end, which nobody meant."""
     try:
-        return sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
+        return (sys.stdin.read() if file is None else file.read_text(encoding="utf-8")).removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file or 'stdin'} cannot be read as UTF-8 text ({error}): give a text file") from error
 

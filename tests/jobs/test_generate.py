@@ -84,7 +84,7 @@ def test_the_prompt_comes_from_a_file_or_from_stdin_and_from_one_place_alone(
     folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, folder = folders
-    wanted = plain_text(target_in(folder), ("user", "Grüße\n"), tokens=8) + "\n"
+    wanted = plain_text(target_in(folder), ("user", "Grüße"), tokens=8) + "\n"
     wish = Wish(max_new_tokens=8)
     file = tmp_path / "prompt.txt"
     file.write_text("Grüße\n", encoding="utf-8")
