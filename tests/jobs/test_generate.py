@@ -121,7 +121,7 @@ def test_options_reach_sampling_policy_and_prompt(folders: tuple[Path, Path], tm
     assert {one.proposed for one in answer(slots=2).rounds[:8]} == {2}
     assert {one.proposed for one in answer(policy="threshold", threshold=1.0).rounds} == {0}
     calibration = tmp_path / "calibration.json"
-    rates = {"sample_batch_tokens": [1, 5], "sample_steps_per_sec": [100.0, 1.0]}
+    rates = {"sample_batch_tokens": [1, 2], "sample_steps_per_sec": [100.0, 1.0]}
     calibration.write_text(json.dumps({"temperatures": [1.0] * 4, **rates}))
     assert {one.proposed for one in answer(policy="scheduled", calibration=calibration).rounds} == {0}
     target = target_in(folder)
