@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from rich.table import Table
 from benchmarks.results_record import document, findings, machine
 from dspark.config import Settings
 from dspark.evaluation.pictures import well_measured
+from dspark.evaluation.summary import ENDS
 from jobs.config import dump_settings, load_settings
 from jobs.tables import print_comparison
 
@@ -202,7 +204,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         "comparison": result["comparison"],
         "positions": {section: positions(result, section) for section in result["comparison"]},
         "identical": {kind: identical(result["drafters"][kind]) for kind in KINDS},
-        "final_loss": {kind: last_loss(folder / kind / "latest") for kind in KINDS},
+        "training": {kind: training(folder / kind / "latest") for kind in KINDS},
     }  # fmt: skip
 
 
@@ -217,8 +219,11 @@ def identical(drafter: dict[str, Any]) -> list[int]:
     return [sum(pair[place] for pair in counts) for place in (0, 1)]
 
 
-def last_loss(run: Path) -> float:
-    return float(json.loads((run / "history.jsonl").read_text().splitlines()[-1])["loss"])
+def training(run: Path) -> dict[str, float]:
+    """The median of the steps' seconds, which no wait of the whole job moves, and the mean loss of the last records."""
+    history = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    seconds = statistics.median(record["seconds_total"] for record in history)
+    return {"step_seconds": seconds, "loss": statistics.fmean(record["loss"] for record in history[-ENDS:])}
 
 
 def show(console: Console, report: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ def findings(report: dict[str, Any]) -> list[str]:
 
 def document(report: dict[str, Any]) -> str:
     """The page for one report."""
-    settings, losses = report["settings"], report["final_loss"]
+    settings = report["settings"]
     lines = [_INTRODUCTION]
     lines.append(
         f"{settings['rows']} conversations, {settings['steps']} steps ({settings['samples']} samples) each, "
@@ -79,19 +79,24 @@ def document(report: dict[str, Any]) -> str:
         ])]  # fmt: skip
         lines += ["", f"![{title}](results-{section}.png)", ""]
     lines += [DEFINITIONS["accept_by_slot_conditional"], "", "## The run", ""]
-    lines += _table(["stage", "seconds", "last loss"], [
-        [name, "–" if value is None else f"{value:.0f}", f"{losses[name]:.3f}" if name in losses else "–"]
+    lines += _table(["stage", "seconds", "seconds per step", "loss at the end"], [
+        [name, "–" if value is None else f"{value:.0f}", *_training(report["training"].get(name))]
         for name, value in report["seconds"].items()
     ])  # fmt: skip
     lines += [
         "",
-        "Seconds of the whole stage, with its start; a dash where it was broken off and went on. The losses have other "
-        "terms for each kind and do not compare them. How fast rounds are is another question: `make bench-decode`.",
+        "Seconds of the whole stage, with its start and whatever it waited for; a dash where it was broken off and "
+        "went on. Seconds per step are the median. The losses have other terms for each kind and do not compare them. "
+        "How fast rounds are is another question: `make bench-decode`.",
         "",
     ]
     measured_on = ", ".join(f"{key} {value}" for key, value in report["machine"].items())
     lines.append(f"Measured by `{report['command']}` on: {measured_on}.")
     return "\n".join(lines) + "\n"
+
+
+def _training(found: dict[str, float] | None) -> list[str]:
+    return ["–", "–"] if found is None else [f"{found['step_seconds']:.2f}", f"{found['loss']:.3f}"]
 
 
 def _parts(report: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

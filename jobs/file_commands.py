@@ -80,7 +80,8 @@ def generate(
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Compute type of target and drafter.")] = "fp32",
 ) -> None:
     """Answer a prompt, or chat, with speculative decoding; accepted draft tokens are coloured."""
-    from jobs.generate import Wish, generate
+    from jobs.assistant import Wish
+    from jobs.generate import generate
 
     wish = Wish(
         target=target,

@@ -70,7 +70,7 @@ def test_the_answer_goes_to_stdout_as_plain_text_and_its_numbers_to_stderr(
         drafter = load_drafter(checkpoint, target.device, target.dtype).drafter
         request = Request("generate", prompt_of(target, ("user", "Hi")), 20, Sampling(temperature, seed=1))
         (wanted,) = Engine(target, drafter, 1, 512).generate([request])
-        assert shown.out == target.tokenizer.decode(list(wanted.tokens), skip_special_tokens=True) + "\n"
+        assert shown.out == f"{target.tokenizer.decode(list(wanted.tokens), skip_special_tokens=True)}\n"
     else:
         assert shown.out == plain_text(target, ("user", "Hi")) + "\n"
     number, meaning = shown.err.split("\n", 1)
@@ -148,7 +148,7 @@ def test_thinking_reaches_the_template(folders: tuple[Path, Path], tmp_path: Pat
     for thinking in (None, True, False):
         assistant = Assistant(checkpoint, Wish(target=str(target), thinking=thinking, max_new_tokens=1))
         (row,) = assistant.stream([Message("user", "Hi")])
-        ends.append(assistant.tokenizer.decode(row.request.prompt).rpartition("\n")[2])
+        ends.append(str(assistant.tokenizer.decode(list(row.request.prompt))).rpartition("\n")[2])
     assert ends == ["", "True", "False"]
 
 

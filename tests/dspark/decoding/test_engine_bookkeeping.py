@@ -96,7 +96,7 @@ def test_a_stream_grows_round_by_round_to_the_result_of_generate() -> None:
     engine = Engine(target, random_drafter(target, "rnn", (0, 1), 5), 2, 80)
     request = requests(target, 1, 25)[0]
     (wanted,) = engine.generate([request])
-    lengths = []
+    lengths: list[int] = []
     for row in engine.stream(request):
         assert tuple(row.tokens) == wanted.tokens[: len(row.tokens)]
         assert tuple(row.rounds) == wanted.rounds[: len(lengths)]
