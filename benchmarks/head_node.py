@@ -12,10 +12,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,64 @@ _OWN = (
 _END_S = 10
 
 
+@dataclass
+class Job:
+    """A command that is running, and what it has printed so far, standard output and errors as one."""
+
+    process: subprocess.Popen[str]
+    started: float = field(default_factory=time.monotonic)
+    lines: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            print(f"  {line.rstrip()}", flush=True)
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit code, when it has ended."""
+        code = self.process.wait(timeout_s)
+        self.reader.join()
+        return code
+
+    @property
+    def text(self) -> str:
+        """All lines."""
+        return "\n".join(self.lines)
+
+    def said(self, beginning: str) -> str:
+        """The last line with this beginning, without it; empty where there is none."""
+        found = [line.removeprefix(beginning) for line in self.lines if line.startswith(beginning)]
+        return found[-1].strip() if found else ""
+
+    @property
+    def name(self) -> str:
+        """The submitted job's id, once it was sent."""
+        return self.said("job ").partition(":")[0]
+
+    @property
+    def state(self) -> str:
+        """What Ray said of it at its end."""
+        return self.said(f"job {self.name}:")
+
+    def wait_for_a_checkpoint(self, output: Path, timeout_s: float) -> None:
+        """Returns as soon as Ray Train has registered one of a run below `output`.
+
+        Raises:
+            RuntimeError: the command ended before, or the time is over.
+        """
+        while not any("step-" in file.read_text() for file in output.glob("*/train/checkpoint_manager_snapshot.json")):
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the job ended before its first checkpoint:\n{self.text}")
+            if time.monotonic() - self.started > timeout_s:
+                raise RuntimeError(f"no checkpoint in {timeout_s:.0f} s:\n{self.text}")
+            time.sleep(0.1)
+
+
 @dataclass(frozen=True)
 class Head:
     """A head node that is starting or has started."""
@@ -37,13 +96,14 @@ class Head:
     environment: Mapping[str, str]  # for those who submit
     pid: int
 
-    def dspark(self, checkout: Path, *words: str) -> subprocess.Popen[str]:
-        """A `dspark` command in the checkout that knows this cluster; standard output and errors are one stream."""
+    def dspark(self, checkout: Path, *words: str) -> Job:
+        """A `dspark` command in the checkout that knows this cluster."""
         environment = {**self.environment, "PYTHONPATH": str(checkout), "RAY_API_SERVER_ADDRESS": self.address}
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "jobs.cli", *words], cwd=checkout, env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
+        return Job(process)
 
     def of_jobs(self) -> list[str]:
         """Titles of the processes that work for a job: its driver and its actors."""

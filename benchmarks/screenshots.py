@@ -29,7 +29,7 @@ from mlflow.entities import Experiment, Run
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-_START_S, _PAGE_S = 120.0, 180.0
+_START_S, _PAGE_S = 300.0, 300.0
 # How long a page may work before it is drawn, in its own time, which stands still while it waits for the server.
 _SETTLE_MS = 30_000
 _SIZE = "1600,1000"
@@ -74,7 +74,7 @@ def served(store: Path) -> Iterator[str]:
         command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", f"sqlite:///{copy}", "--workers", "1"]
         server = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port)], cwd=folder, start_new_session=True,
-            env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"},
+            env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
@@ -133,7 +133,7 @@ def _experiment(client: MlflowClient, name: str | None) -> Experiment:
     found = [one for one in client.search_experiments() if name in (None, one.name) and one.name != "Default"]
     if not found:
         raise SystemExit(f"the store has no experiment {name or 'beside Default'}: give one of its own by --experiment")
-    return max(found, key=lambda one: one.last_update_time)
+    return max(found, key=lambda one: one.last_update_time or 0)
 
 
 def _name(run: Run) -> str:

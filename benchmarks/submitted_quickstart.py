@@ -10,17 +10,14 @@ where something is not as it must be.
 import json
 import platform
 import secrets
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlflow import MlflowClient
 
-from benchmarks.head_node import Head, head_node
+from benchmarks.head_node import Head, Job, head_node
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "submitted.md"
@@ -65,63 +62,15 @@ Machine: {machine}, Python {python}.
 """
 
 
-@dataclass
-class Job:
-    """A command that is running, and what it has printed so far."""
-
-    process: subprocess.Popen[str]
-    started: float = field(default_factory=time.monotonic)
-    lines: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
-            print(f"  {line.rstrip()}", flush=True)
-
-    def wait(self) -> float:
-        """Seconds until it ended."""
-        self.process.wait(LONGEST_S)
-        self.reader.join()
-        return time.monotonic() - self.started
-
-    def said(self, beginning: str) -> str:
-        """The last line with this beginning, without it; empty where there is none."""
-        found = [line.removeprefix(beginning) for line in self.lines if line.startswith(beginning)]
-        return found[-1].strip() if found else ""
-
-    @property
-    def name(self) -> str:
-        """The job's id, once it was sent."""
-        return self.said("job ").partition(":")[0]
-
-    @property
-    def state(self) -> str:
-        """What Ray said at its end."""
-        return self.said(f"job {self.name}:")
-
-
 def begin(head: Head, *words: str) -> Job:
     print(f"$ dspark {' '.join(words)}", flush=True)
-    return Job(head.dspark(ROOT, *words))
+    return head.dspark(ROOT, *words)
 
 
-def wait_for_a_checkpoint(job: Job, output: Path) -> None:
-    """Returns as soon as Ray Train has registered one.
-
-    Raises:
-        RuntimeError: the job ended before, or it takes too long.
-    """
-    while not any("step-" in file.read_text() for file in output.glob("*/train/checkpoint_manager_snapshot.json")):
-        if job.process.poll() is not None:
-            raise RuntimeError(f"the job ended before its first checkpoint:\n{chr(10).join(job.lines[-20:])}")
-        if time.monotonic() - job.started > LONGEST_S:
-            raise RuntimeError(f"no checkpoint in {LONGEST_S:.0f} s")
-        time.sleep(0.2)
+def seconds_of(job: Job) -> float:
+    """How long the command took, when it has ended."""
+    job.wait(LONGEST_S)
+    return time.monotonic() - job.started
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -141,15 +90,15 @@ def measure(head: Head, output: Path) -> dict[str, object]:
     """All that the page says."""
     command = ("submit", "run", PRESET, f"output={output}", *SHORTER)
     first = begin(head, *command)
-    wait_for_a_checkpoint(first, output)
+    first.wait_for_a_checkpoint(output, LONGEST_S)
     folder = (output / "latest").resolve()
     stop = begin(head, "submit", "--stop", first.name)
-    stop_s, first_s = stop.wait(), first.wait()
+    stop_s, first_s = seconds_of(stop), seconds_of(first)
     left = head.of_jobs_after(20)
     killed, _ = tracked(folder)
     first_steps = len(steps_of(folder))
     second = begin(head, *command, "--resume", str(folder))
-    second_s = second.wait()
+    second_s = seconds_of(second)
     finished, metrics = tracked(folder)
     steps, result = steps_of(folder), json.loads((folder / "result.json").read_text())
     same, of = result["identical"]
