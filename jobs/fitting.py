@@ -87,14 +87,15 @@ def train_drafter(training: Training, rows: Rows, console: Console, common: Comm
         start = target_bigrams(settings, rows) if common is None else common.bigrams
     task = TrainTask(
         settings, rows.draft, plan, rows.sample_ids, rows.origin, rows.kept, start, queue, rows.start,
-        stream_names(settings), storage, dump_settings(settings), flag,
+        stream_names(settings), storage, dump_settings(settings), flag, run=training.folder.name,
     )  # fmt: skip
     resumable_steps(checkpoint, task)
     check_store(settings, held_bytes(rows))
+    targets = () if common is None else common.targets
     if not over and rows.validation is not None:
         task = replace(task, validation=_validation(settings, rows.validation, rows, common))
     with (
-        step_streams(settings, rows, storage, () if common is None else common.targets) as streams,
+        step_streams(settings, rows, storage, training.folder.name, targets) as streams,
         stage(console, "train", plan.steps) as bar,
         Records(training, queue, bar, done, Following(training, rows, console)) as records,
         stop_signals(console) as asked,
