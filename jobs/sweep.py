@@ -41,6 +41,12 @@ from jobs.sweeping import Trial
 from jobs.trial import ERROR, Sweep, run_folder, run_trial
 
 _STATE = ".tune"  # Ray Tune's own files, which nobody needs afterwards
+# A run that is asked to stop ends without a last measurement.
+_RAY_TUNE = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+}
 
 
 def run_sweep(
@@ -156,7 +162,7 @@ def _fit(
     sweep: Sweep, search: NextRun, count: int, scheduler: TrialScheduler, follower: Follower, asked: threading.Event
 ) -> None:
     """Has Ray Tune make `count` runs; raises StoppedError if somebody asked to stop meanwhile."""
-    for name, value in (("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1"), ("RAY_CHDIR_TO_TRIAL_DIR", "0")):
+    for name, value in _RAY_TUNE.items():
         os.environ.setdefault(name, value)
     # On this node, so that a run's files lie where this process reads them.
     places = tune.PlacementGroupFactory([{f"node:{get_node_ip_address()}": 0.001}])
@@ -169,6 +175,8 @@ def _fit(
             max_concurrent_trials=sweep.settings.tune.concurrent,
             trial_name_creator=_short_name,
             trial_dirname_creator=_short_name,
+            # A process whose run was stopped early is not free in the two seconds that Ray Tune gives it.
+            reuse_actors=False,
         ),
         run_config=tune.RunConfig(
             name=_STATE, storage_path=str(sweep.folder), callbacks=[follower], verbose=0, stop=has_fault
