@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dspark.config import Settings, dotted
 from dspark.evaluation import sweep_plots
-from dspark.evaluation.plots import LIGHT
+from dspark.evaluation.figures import LIGHT
 from dspark.evaluation.sweep_plots import Point
 from dspark.tuning import TuneSettings
 from jobs.config import dump_settings, with_values

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from sklearn.ensemble import RandomForestRegressor
 from sklearn.inspection import permutation_importance
 
-from dspark.evaluation.plots import Theme, _colour, _figure, _legend, _png, _rows
+from dspark.evaluation import figures
+from dspark.evaluation.figures import Theme
 
 # From fewer trials nothing can be said about several settings.
 FEWEST_TRIALS = 4
@@ -33,7 +34,7 @@ class Point:
 
 def parallel_coordinates(points: Sequence[Point], keys: Sequence[str], metric: str, theme: Theme) -> bytes:
     """One line per trial over an axis per setting; the colour is the metric, dashes are trials that were stopped."""
-    figure, axes = _figure(theme)
+    figure, axes = figures.panel(theme)
     scores = [point.score for point in points]
     scale, colours = Normalize(min(scores), max(scores)), colormaps["viridis"]
     places = {key: _places([point.values.get(key) for point in points]) for key in keys}
@@ -53,36 +54,39 @@ def parallel_coordinates(points: Sequence[Point], keys: Sequence[str], metric: s
     bar.set_label(metric, color=theme.text, fontsize=11)
     bar.ax.tick_params(colors=theme.muted, labelsize=10)
     bar.outline.set_visible(False)
-    return _png(figure)
+    return figures.png(figure)
 
 
 def importance_bars(shares: Mapping[str, float], theme: Theme) -> bytes:
     """How much of the differences each setting explains."""
     ordered = sorted(shares.items(), key=lambda one: -one[1])
-    figure, axes = _figure(theme, rows=len(ordered))
-    axes.barh(range(len(ordered)), [share for _, share in ordered], 0.6, color=_colour(theme, 0))
-    _rows(axes, [key for key, _ in ordered], 1.0)
+    figure, axes = figures.panel(theme, rows=len(ordered))
+    axes.barh(range(len(ordered)), [share for _, share in ordered], 0.6, color=figures.colour(theme, 0))
+    axes.set_yticks(range(len(ordered)), [key for key, _ in ordered])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.grid(visible=False, axis="y")
     axes.set_xlabel("share of what the settings explain")
-    return _png(figure)
+    return figures.png(figure)
 
 
 def learning_curves(curves: Mapping[str, Sequence[tuple[int, float]]], metric: str, theme: Theme) -> bytes:
     """The metric of each trial over its steps; the first curve, that of the preset, is thick."""
-    figure, axes = _figure(theme)
+    figure, axes = figures.panel(theme)
     few = len(curves) <= 2 * len(theme.series)
     for i, (name, points) in enumerate(curves.items()):
         if not points:
             continue
         steps, values = zip(*points, strict=True)
-        colour = _colour(theme, i) if few else (theme.series[0] if i == 0 else theme.muted)
+        colour = figures.colour(theme, i) if few else (theme.series[0] if i == 0 else theme.muted)
         axes.plot(
             steps, values, color=colour, linewidth=2.6 if i == 0 else 1.3, label=name if few or i == 0 else None,
             linestyle="-" if i < len(theme.series) else (0, (4, 2)), marker="o", markersize=3,
         )  # fmt: skip
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(metric)
-    _legend(axes, theme)
-    return _png(figure)
+    figures.legend(axes, theme)
+    return figures.png(figure)
 
 
 def importances(points: Sequence[Point], keys: Sequence[str]) -> dict[str, float]:
