@@ -18,7 +18,9 @@ def print_results(console: Console, result: Mapping[str, Any]) -> None:
     drafters: Mapping[str, Row] = result["drafters"]
     for name, drafter in drafters.items():
         _print_drafter(console, drafter, f", {name}" if len(drafters) > 1 else "")
-    console.print(f"[dim]acceptance length: {DEFINITIONS['acceptance_length']}")
+    for label, key in (("acceptance length", "acceptance_length"), ("accepted", "accepted_per_proposed"),
+                       ("tok/s", "tokens_per_second"), ("speed-up", "speedup")):  # fmt: skip
+        console.print(f"[dim]{label}: {DEFINITIONS[key]}")
     if any(drafter["benchmarks"] for drafter in drafters.values()):
         console.print(f"[dim]mean: {DEFINITIONS['by_group']}")
     if len(drafters) > 1:

@@ -96,18 +96,14 @@ class Engine:
         rows = {row.number: row for row in self._decode(requests)}
         return [rows[number].generation() for number in range(len(requests))]
 
-    def stream(self, request: Request) -> Generator[tuple[int, bool], None, Generation]:
-        """Tokens as they are committed, each with whether it was an accepted draft; returns the whole result.
+    def stream(self, request: Request) -> Generator[Progress, None, None]:
+        """The request as it stands after its prompt pass and after every round; closed early, it ends there.
 
         The engine decodes nothing else until the stream is exhausted or closed.
         """
-        shown = 0
-        for row in self._decode([request]):
-            yield from zip(row.tokens[shown:], row.drafted[shown:], strict=True)
-            shown = len(row.tokens)
-        return row.generation()
+        return self._decode([request])
 
-    def _decode(self, requests: Sequence[Request]) -> Iterator[Progress]:
+    def _decode(self, requests: Sequence[Request]) -> Generator[Progress, None, None]:
         """Yields each request whenever it has got new tokens."""
         queue = deque(self._progress(number, request) for number, request in enumerate(requests))
         assert not self._busy, "an engine decodes one call at a time: exhaust or close its stream first"

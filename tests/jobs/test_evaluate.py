@@ -105,6 +105,10 @@ def check_files(run: Path) -> None:
     assert {(row["drafter"], row["section"], row["domain"]) for row in lines} >= {
         ("none", "benchmarks", "mean chat"), ("vanilla", "held_out", "all"),
     }  # fmt: skip
+    (whole,) = (row for row in lines if (row["drafter"], row["batch"], row["domain"]) == ("none", "1", "mt-bench"))
+    interval = scopes["mt-bench"]["lengths"]["none"]
+    assert [float(whole[f"acceptance_length_{end}"]) for end in ("low", "high")] == [interval["low"], interval["high"]]
+    assert len([row for row in lines if row["batch"] == "2" and row["speedup"]]) == 2 * 3
     record = json.loads((run / "run.json").read_text())
     client = MlflowClient(tracking_uri=record["mlflow_uri"])
     metrics = client.get_run(record["mlflow_run_id"]).data.metrics
