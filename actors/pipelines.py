@@ -48,6 +48,7 @@ class Planned:
 
     rows: Any
     plan: Any
+    run: str  # the name under which their numbers are shown
 
 
 def captured_steps(
@@ -87,7 +88,7 @@ def _captured(
     return one_row_blocks(
         window_rows,
         TargetActor,
-        fn_constructor_args=(settings.target, settings.targets, origin, planned.rows, planned.plan, keep),
+        fn_constructor_args=(settings.target, settings.targets, origin, planned.rows, planned.plan, keep, planned.run),
         **target_pool(settings),
     )
 

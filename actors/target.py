@@ -12,6 +12,7 @@ import ray
 import torch
 from numpy.typing import NDArray
 
+from actors.gauges import Gauges
 from dspark.capture import OnlyFinite, bad_columns, capture, prove_capture
 from dspark.data.cache import bytes_per_token
 from dspark.data.captures import Origin, fault_table
@@ -40,9 +41,11 @@ class TargetActor:
         rows: Any,
         plan: Any,
         keep: ShardTask | None,
+        run: str,
     ) -> None:
         torch.set_num_threads(pool.threads)
         self.origin, self.batch_tokens, self.keep = origin, pool.batch_tokens, keep
+        self.gauges = Gauges(run)
         self.rows: pa.Table = ray.get(rows)
         self.plan: Plan = ray.get(plan)
         self.fault: str | None = None
@@ -66,7 +69,9 @@ class TargetActor:
         if self.fault is not None:
             raise InputError(self.fault)
         samples = [sample_at(self.rows, row) for row in self.plan.order[positions].tolist()]
+        since = time.perf_counter()
         captured = capture(self.target, samples, self.origin, self.batch_tokens)
+        show_capture(self.gauges, captured, time.perf_counter() - since)
         if self.keep is not None:
             self._write(self.keep, number, captured, self.plan.counted[positions])
         return captured
@@ -91,6 +96,7 @@ class ShardActor:
     ) -> None:
         torch.set_num_threads(pool.threads)
         self.task, self.batch_tokens = task, pool.batch_tokens
+        self.gauges = Gauges(task.folder.rstrip("/").rpartition("/")[2])
         self.rows: pa.Table = ray.get(rows[0])
         self.only_finite = OnlyFinite(max_bad_run)
         self.fault: str | None = None
@@ -135,10 +141,22 @@ class ShardActor:
         yield _news(bytes=shard.record.bytes - size, began=began)
 
     def _captured(self, batch: list[int]) -> pa.Table:
-        return capture(self.target, [sample_at(self.rows, row) for row in batch], self.task.origin, self.batch_tokens)
+        since = time.perf_counter()
+        samples = [sample_at(self.rows, row) for row in batch]
+        captured = capture(self.target, samples, self.task.origin, self.batch_tokens)
+        show_capture(self.gauges, captured, time.perf_counter() - since)
+        return captured
 
     def _size(self, batch: list[int]) -> int:
         return bytes_per_token(self.task.origin) * sum(len(self.rows.column("input_ids")[row]) for row in batch)
+
+
+def show_capture(gauges: Gauges, captured: pa.Table, seconds: float) -> None:
+    """Counts what a target captured, and how long it took."""
+    gauges.add("dspark_captured_rows", captured.num_rows)
+    gauges.add("dspark_captured_tokens", int(pc.sum(pc.list_value_length(captured.column("input_ids"))).as_py() or 0))
+    gauges.add("dspark_captured_bytes", captured.nbytes)
+    gauges.add("dspark_capture_seconds", seconds)
 
 
 def _news(

@@ -113,6 +113,7 @@ def train(task: TrainTask) -> None:
     progress = restore(engine, task, averages)
     if progress.over:
         return
+    task.begin(dist.get_rank())
     taken: deque[Taken] = deque()
     places = {sample: row for row, sample in enumerate(task.sample_ids)}
 
@@ -276,9 +277,8 @@ def record(
         InputError: the loss is not finite; raised on every rank, since all hold the reduced value.
     """
     sums = add_means(means)
-    pairs = torch.cat(
-        [stack_means(sums), torch.tensor([[clock.tokens, 1.0]], dtype=torch.float64, device=engine.device)]
-    )
+    counted = torch.tensor([[clock.tokens, 1.0]], dtype=torch.float64, device=engine.device)
+    pairs = torch.cat([stack_means(sums), counted])
     dist.all_reduce(pairs)
     values = values_of([*sums, "tokens"], pairs)
     if not math.isfinite(values.get("loss", 0.0)):
@@ -297,4 +297,4 @@ def record(
             "grad_norm": float(engine.get_global_grad_norm() or 0.0),
             "lr": clock.rate,
         }
-        task.records.put({"step": done, **values})
+        task.report({"step": done, **values}, clock.steps)

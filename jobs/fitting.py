@@ -78,14 +78,14 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
     start = None if done or settings.drafter.init == "random" else _bigrams(settings, rows)
     task = TrainTask(
         settings, rows.draft, plan, rows.sample_ids, rows.origin, rows.kept, start, queue, rows.start,
-        stream_names(settings), storage, dump_settings(settings), flag,
+        stream_names(settings), storage, dump_settings(settings), flag, run=experiment.folder.name,
     )  # fmt: skip
     resumable_steps(checkpoint, task)
     check_store(settings, held_bytes(rows))
     if not over and rows.validation is not None:
         task = replace(task, validation=captured_validation(settings, rows.validation, rows.origin))
     with (
-        step_streams(settings, rows, storage) as streams,
+        step_streams(settings, rows, storage, experiment.folder.name) as streams,
         stage(console, "train", plan.steps) as bar,
         Records(experiment, queue, bar, done, Following(experiment, rows, console)) as records,
         stop_signals(console) as asked,

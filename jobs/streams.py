@@ -38,7 +38,7 @@ def stream_names(settings: Settings) -> tuple[str, ...]:
 
 
 @contextmanager
-def step_streams(settings: Settings, rows: Rows, storage: str) -> Iterator[Streams]:
+def step_streams(settings: Settings, rows: Rows, storage: str, run: str) -> Iterator[Streams]:
     """The streams by name, each made when Ray Train starts the workers: a restart passes on only what is still missing.
 
     Raises:
@@ -52,7 +52,7 @@ def step_streams(settings: Settings, rows: Rows, storage: str) -> Iterator[Strea
     def cached(covered: range) -> Dataset:
         return cached_steps(settings, plan, covered, done(), rows.origin, planned)
 
-    planned = Planned(ray.put(rows.table), ray.put(plan))
+    planned = Planned(ray.put(rows.table), ray.put(plan), run)
     if settings.data.source == "cache":
         yield {"steps": partial(cached, whole)}
         return

@@ -22,6 +22,9 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
+# How often processes tell Ray their numbers: by default longer than a test.
+REPORT_MS = 1000
+
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "ran", "to", "see", "what", "was", "in", "its", "red", "hat")
 
 
@@ -36,7 +39,14 @@ def local_ray() -> Iterator[None]:
     """A Ray of this machine with room for two trainers and two targets, for as long as the tests run."""
     import ray
 
-    ray.init(address="local", num_cpus=8, object_store_memory=200 * 2**20, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=8,
+        object_store_memory=200 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        _system_config={"metrics_report_interval_ms": REPORT_MS},
+    )
     yield
     ray.shutdown()
 

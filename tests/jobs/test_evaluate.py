@@ -9,6 +9,7 @@ import pytest
 import torch
 from mlflow import MlflowClient
 
+from actors.gauges import exported
 from dspark.errors import InputError
 from dspark.model.checkpoints import save_drafter
 from dspark.sections import TargetSettings
@@ -18,6 +19,7 @@ from jobs.evaluate import evaluate
 from tests.conftest import tiny_preset
 from tests.dspark.decoding.decoders import random_drafter
 from tests.dspark.folders import TARGET
+from tests.endpoint import Endpoint
 from tests.tiny import MASK_ID
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -49,8 +51,11 @@ def test_drafters_are_measured_side_by_side_and_a_killed_run_decodes_only_what_i
     measured = {"benchmarks": str(tmp_path / "bench"), "turns": "all", "batch": [1, 2], "prompts_t0": 3}
     preset = tiny_preset(tmp_path, tiny_target, evaluate=measured)
     drafters = drafters_of(tmp_path, tiny_target)
-    evaluate(load_settings(preset, []), drafters, None, False)
+    with Endpoint() as endpoint:
+        evaluate(load_settings(preset, []), drafters, None, False)
     run = (tmp_path / "runs" / "latest").resolve()
+    for name in ("dspark_decoded_tokens", "dspark_decode_seconds"):
+        assert {f'run="{run.name}"', 'drafter="none"', 'drafter="vanilla"'} <= endpoint.found[exported(name)]
     first, record = rows_of(run), (run / "run.json").read_text()
     check_rows(first)
     check_files(run)

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from actors.gauges import MEASURES, exported
 from actors.tracking import default_uri
 from jobs.config import load_settings
 from jobs.train import train
 from tests.conftest import tiny_preset
+from tests.endpoint import Endpoint
 
 
 def test_an_evaluator_measures_newest_drafters_into_the_run_and_skips_what_it_is_too_slow_for(
@@ -16,7 +18,8 @@ def test_an_evaluator_measures_newest_drafters_into_the_run_and_skips_what_it_is
 ) -> None:
     preset = tiny_preset(tmp_path, tiny_target, rows=16)
     settings = load_settings(preset, ["evaluate.every=2", "evaluate.prompts_t0=2", "train.micro_batch=1"])
-    train(settings, None, False)
+    with Endpoint() as endpoint:
+        train(settings, None, False)
     printed = " ".join(capsys.readouterr().out.split())
     client = MlflowClient(default_uri(settings.output))
     experiment = client.get_experiment_by_name(settings.tracking.experiment)
@@ -27,3 +30,10 @@ def test_an_evaluator_measures_newest_drafters_into_the_run_and_skips_what_it_is
     assert found and set(found) <= {2, 4, 6}
     assert f"measured at {len(found)} steps while training, {3 - len(found)} more were skipped" in printed
     assert all(1 <= length <= settings.drafter.block + 1 for length in found.values())
+    # All but what evaluators decode is at Ray's endpoint, under the name of the run.
+    names = {exported(name) for name in MEASURES if "decode" not in name}
+    assert endpoint.found.keys() >= names
+    label = f'run="{(settings.output / "latest").resolve().name}"'
+    assert [name for name in names if label not in endpoint.found[name]] == []
+    assert {f'slot="{slot}"' for slot in range(settings.drafter.block)} <= endpoint.found["ray_dspark_accept_rate"]
+    assert any(label.startswith("dataset=") for label in endpoint.found["ray_data_current_bytes"])
