@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dspark.decoding.kv import by_position, context_store
+from dspark.decoding.kv import context_store
 from dspark.decoding.proposer import Proposal
 from dspark.decoding.sampling import Sampler
 from dspark.model.attention import Sight
@@ -39,7 +39,7 @@ class ChainProposer:
         feature_NH = self.drafter.features(taps_NLH)
         joined_N2H = self.drafter.join(feature_NH, self.vocabulary.embed(following_N))
         new = self.drafter.key_values(joined_N2H[None], positions_N[None])
-        self.store.write(0, rows_N[None], positions_N[None], by_position(new))
+        self.store.write(0, self.store.places(rows_N, positions_N), new)
         last_N = torch.ones_like(rows_N, dtype=torch.bool)
         last_N[:-1] = rows_N[1:] != rows_N[:-1]
         self.last_RH[rows_N[last_N]] = feature_NH[last_N]

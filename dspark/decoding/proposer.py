@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dspark.decoding.kv import context_store
 from dspark.decoding.sampling import Sampler
-from dspark.model.attention import KeyValues, Sight
+from dspark.model.attention import Sight
 from dspark.model.drafter import Drafter
 from dspark.model.vocabulary import Vocabulary
 
@@ -40,10 +40,9 @@ class Proposer:
 
         The tokens behind them are for drafters of other kinds: blocks read tokens from the anchor on.
         """
-        context = self.drafter.context(taps_NLH[None], positions_N[None])
-        for number, new in enumerate(context):
-            by_position = KeyValues(new.keys[0].transpose(0, 1), new.values[0].transpose(0, 1))
-            self.store.write(number, rows_N, positions_N, by_position)
+        places_N = self.store.places(rows_N, positions_N)
+        for number, new in enumerate(self.drafter.context(taps_NLH[None], positions_N[None])):
+            self.store.write(number, places_N, new)
 
     def move(self, source: int, to: int, length: int) -> None:
         """Copies a row of `length` observed positions over another."""
