@@ -98,7 +98,10 @@ def measure(target: Target, drafter: Drafter, requests: Sequence[Request], cycle
     passes = {
         "plain": (plain.seconds["verify"] / plain.rounds, target_products(target, 1)),
         "verify": (drafted.seconds["verify"] / drafted.rounds, target_products(target, 1 + drafter.config.block)),
-        "draft": (drafted.seconds["draft"] / drafted.rounds, draft_products(drafter, target.vocabulary, round(kept))),
+        "draft": (
+            drafted.seconds["draft"] / drafted.rounds,
+            draft_products(drafter, target.decoding_vocabulary, round(kept)),
+        ),
     }
     bare = measured({name: products for name, (_, products) in passes.items()}, cycles)
     for name, (seconds, _) in passes.items():
@@ -193,7 +196,9 @@ def main() -> int:
         report["drafter"] = {"name": str(drafter.config), "steps": training_steps(folder)}
         report[dtype] = sizes | measure(target, drafter, chosen, asked.cycles)
     exact = report["fp32"]
-    report["missed"] = [name for name, (sign, bound) in BOUNDS.items() if (exact[name] > bound) == (sign == "<=")]
+    # Fewer prompts than a batch has rows leave its numbers out.
+    bounds = {name: rule for name, rule in BOUNDS.items() if name in exact}
+    report["missed"] = [name for name, (sign, bound) in bounds.items() if (exact[name] > bound) == (sign == "<=")]
     if not exact["identical"]:
         report["missed"].append("identical")
     Console().print(table(report))

@@ -26,7 +26,10 @@ class Product(NamedTuple):
 
 def target_products(target: Target, rows: int) -> list[Product]:
     """A pass of the target over `rows` tokens, its head included."""
-    return [*(Product(weight, rows) for weight in _linear(target.decoder)), Product(target.vocabulary.head_VH, rows)]
+    return [
+        *(Product(weight, rows) for weight in _linear(target.decoder)),
+        Product(target.decoding_vocabulary.head_VH, rows),
+    ]
 
 
 def draft_products(drafter: Drafter, vocabulary: Vocabulary, context: int) -> list[Product]:
@@ -37,7 +40,7 @@ def draft_products(drafter: Drafter, vocabulary: Vocabulary, context: int) -> li
         keys_values = [layer.self_attn.k_proj, layer.self_attn.v_proj]
         found += [Product(part.weight.detach(), context) for part in keys_values if part is not None]
     found += [Product(weight, config.block) for layer in layers for weight in _linear(layer)]
-    found.append(Product(vocabulary.narrowed(drafter.kept).draft_head_DH, config.block))
+    found.append(Product(vocabulary.narrowed(drafter.kept).for_few_rows().draft_head_DH, config.block))
     if drafter.markov_head is not None:
         # Slot by slot, since each slot's token decides about the next one's bias.
         found += [Product(weight, 1) for weight in _linear(drafter.markov_head)] * config.block

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
+from dspark.model.few_rows import for_few_rows
 from dspark.model.light import rms_normed
 from dspark.packed import Packed, attend
 
@@ -112,14 +113,15 @@ def norm_of(module: Any) -> Norm:
 
 
 def product_of(linear: nn.Linear) -> Product:
+    linear.weight.data = for_few_rows(linear.weight.data)
     return Product(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
 
 
 def joined(linears: Sequence[nn.Linear]) -> Product:
     """Layers of one input as one; their own weights become views of it."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
+    weight = for_few_rows(torch.cat([linear.weight.detach() for linear in linears]))
     for linear, rows in zip(linears, weight.split([len(linear.weight) for linear in linears]), strict=True):
-        linear.weight = nn.Parameter(rows, requires_grad=False)
+        linear.weight.data = rows
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     assert len(biases) in (0, len(linears)), "some of these layers have a bias and some have none"
     return Product(weight, torch.cat(biases) if biases else None)

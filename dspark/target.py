@@ -144,6 +144,11 @@ class Target:
         return TargetStates(joined, final)
 
     @cached_property
+    def decoding_vocabulary(self) -> Vocabulary:
+        """The vocabulary for passes of a few rows."""
+        return self.vocabulary.for_few_rows()
+
+    @cached_property
     def packed_decoder(self) -> PackedDecoder | None:
         """The decoder for packed tokens; None: transformers' own computes them, since some layer is of another make."""
         fits = self.family.layers_alike and plain(self.decoder, self.device, self.dtype)

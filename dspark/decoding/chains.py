@@ -18,6 +18,7 @@ from dspark.decoding.proposer import Proposal
 from dspark.decoding.sampling import Sampler
 from dspark.model.attention import Sight
 from dspark.model.eagle3 import Eagle3Drafter
+from dspark.model.few_rows import lay_out
 from dspark.model.vocabulary import Vocabulary
 
 
@@ -25,7 +26,8 @@ class ChainProposer:
     """An EAGLE-3 drafter with the rows of every text that is being decoded."""
 
     def __init__(self, drafter: Eagle3Drafter, vocabulary: Vocabulary, rows: int) -> None:
-        self.drafter, self.vocabulary = drafter, vocabulary.narrowed(drafter.kept)
+        lay_out(drafter)
+        self.drafter, self.vocabulary = drafter, vocabulary.narrowed(drafter.kept).for_few_rows()
         head = vocabulary.head_VH
         self.store = context_store(drafter.config, rows, head.device, head.dtype)
         # Feature of each row's last committed position, from which drafting starts.

@@ -17,6 +17,7 @@ from dspark.decoding.kv import context_store
 from dspark.decoding.sampling import Sampler
 from dspark.model.attention import Sight
 from dspark.model.drafter import Drafter
+from dspark.model.few_rows import lay_out
 from dspark.model.vocabulary import Vocabulary
 
 
@@ -32,7 +33,8 @@ class Proposer:
     """A drafter with the context of every row that is being decoded."""
 
     def __init__(self, drafter: Drafter, vocabulary: Vocabulary, rows: int) -> None:
-        self.drafter, self.vocabulary = drafter, vocabulary.narrowed(drafter.kept)
+        lay_out(drafter)
+        self.drafter, self.vocabulary = drafter, vocabulary.narrowed(drafter.kept).for_few_rows()
         self.store = context_store(drafter.config, rows, vocabulary.head_VH.device, vocabulary.head_VH.dtype)
 
     def observe(self, rows_N: Tensor, positions_N: Tensor, taps_NLH: Tensor, _following_N: Tensor) -> None:
