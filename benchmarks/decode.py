@@ -66,7 +66,7 @@ def decoded(target: Target, drafter: AnyDrafter | None, batch: int, requests: Se
     longest = max(requests, key=lambda request: len(request.prompt))
     engine = Engine(target, drafter, batch, len(longest.prompt) + longest.max_new_tokens)
     engine.generate([longest])
-    engine.generate([replace(request, max_new_tokens=3) for request in requests[:batch]])
+    engine.generate([replace(one, prompt=one.prompt[:8], max_new_tokens=3) for one in requests[:batch]])
     before, since = asdict(engine.seconds), time.perf_counter()
     results = engine.generate(requests)
     seconds = {name: value - before[name] for name, value in asdict(engine.seconds).items()}
@@ -80,7 +80,8 @@ def measure(target: Target, drafter: Drafter, requests: Sequence[Request], cycle
     sides: dict[tuple[str, int], Side] = {}
     for batch in [batch for batch in BATCHES if batch <= len(requests)]:
         for name, used in (("plain", None), ("speculative", drafter)):
-            sides[name, batch] = decoded(target, used, batch, requests)
+            side = sides[name, batch] = decoded(target, used, batch, requests)
+            print(f"{target.dtype}, {name}, batch {batch}: {side.seconds['total']:.1f} s", flush=True)
     found: dict[str, Any] = {}
     for (name, batch), side in sides.items():
         found[f"{name}_{batch}_tokens_per_s"] = side.tokens / side.seconds["total"]
@@ -135,7 +136,7 @@ def own_drafter(steps: int) -> Path:
         print(f"drafter: {folder}, trained by an earlier call")
         return folder
     print(f"drafter: none is named; training one for {steps} steps into {output}", flush=True)
-    options = [f"train.max_steps={steps}", f"output={output}"]
+    options = [f"train.max_steps={steps}", f"output={output}", "tracking.register_model=false"]
     code = subprocess.run([sys.executable, "-m", "jobs.train", str(PRESET), *options], check=False).returncode
     if code:
         raise SystemExit(f"the training of a drafter failed with exit code {code}: name one that exists")
