@@ -125,12 +125,14 @@ def target_pool(settings: Settings) -> dict[str, Any]:
 
 
 def row_pool(fewest: int, most: int) -> ActorPoolStrategy:
-    """A pool whose actors yield rows, each with one window at a time.
+    """A pool whose actors yield rows, one window at a time where it does not grow.
 
     Ray Data takes rows up when every task that it has given out has some, or after 0.1 s. Windows that wait for their
-    actor have none, so with more than one for each it would always be after 0.1 s.
+    actor have none, so with more than one for each it is always after 0.1 s. Of a pool that grows, they say that it
+    should.
     """
-    return ActorPoolStrategy(min_size=fewest, max_size=most, max_tasks_in_flight_per_actor=1)
+    waiting = {"max_tasks_in_flight_per_actor": 1} if fewest == most else {}
+    return ActorPoolStrategy(min_size=fewest, max_size=most, **waiting)
 
 
 def cached_steps(
@@ -186,8 +188,6 @@ def one_row_blocks(window_rows: pa.Table, actor: type, ahead: int = _FEWEST_AHEA
     captured = ray.data.from_arrow(inputs).map_batches(actor, batch_size=1, batch_format="pyarrow", **options)
     # Ray Data closes a block as soon as it has more bytes than this, and has no setting for rows.
     captured.context.target_max_block_size = 1
-    # A pool in which all have a window grows; Ray Data's own measure of it counts windows that wait.
-    captured.context.autoscaling_config.actor_pool_util_upscaling_threshold = 1.0
     # Its default is 2, which every 0.1 s are few rows of some kilobytes; there is no public name for it.
     captured.context._max_num_blocks_in_streaming_gen_buffer = ahead
     return captured
