@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dspark.errors import InputError
+from dspark.model.activations import activation
 from dspark.model.attention import KeyValues, Room, Sight, attend
 from dspark.model.config import DraftConfig
 from dspark.model.light import gated, rms_normed
@@ -145,7 +145,7 @@ class GatedMlp(nn.Module):
         self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
         self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
         self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=False)
-        self.activation = ACT2FN[config.activation]
+        self.activation = activation(config.activation)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))
