@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from dspark.data.cache_check import verify
 from dspark.data.cache_reader import CacheReader
@@ -27,6 +28,13 @@ SNAPSHOT = "*/train/checkpoint_manager_snapshot.json"
 
 def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "history.jsonl").read_text().splitlines()]
+
+
+def tracked_steps(folder: Path) -> list[int]:
+    """Steps of the points that MLflow holds of a run's loss."""
+    record = json.loads((folder / "run.json").read_text())
+    client = MlflowClient(tracking_uri=record["mlflow_uri"])
+    return sorted(metric.step for metric in client.get_metric_history(record["mlflow_run_id"], "loss"))
 
 
 def kill_after_a_checkpoint(run: subprocess.Popen[str], output: Path, step: int = 5) -> None:
@@ -61,6 +69,7 @@ def test_a_killed_driver_resumes_with_the_losses_of_the_undisturbed_run(
     _, errors = resumed.communicate(timeout=280)
     assert resumed.returncode == 0, errors[-3000:]
     assert losses(folder) == pytest.approx(expected, rel=1e-6)
+    assert tracked_steps(folder) == list(range(1, len(expected) + 1))
     assert (folder / "drafter" / "model.safetensors").is_file()
 
 
