@@ -36,7 +36,9 @@ class DrafterSettings(Section):
         description="at random, or layers as copies of the target's last ones and the Markov head from its bigrams",
     )
     start_from: LocalPath | None = Field(
-        None, description="folder of a drafter, of any layout that `dspark export` reads, whose tensors are taken over"
+        None,
+        description="folder of a drafter, of any layout that `dspark export` reads, or a registered one "
+        "(models:/NAME@champion), whose tensors are taken over",
     )
     vocab: Positive | None = Field(
         None, description="propose from the training rows' most frequent tokens alone, so many; null: from all"

@@ -6,6 +6,7 @@ targets, every window -> seconds of work      ┴-> queue -> `history.jsonl`, ML
 
 import json
 import threading
+from pathlib import Path
 from queue import Empty
 from typing import Any
 
@@ -30,7 +31,9 @@ class Records:
         self.path = experiment.folder / HISTORY
         # Records after the checkpoint that is resumed were made by steps that are made again.
         self.history: list[dict[str, float]] = [entry for entry in _read(self.path) if entry["step"] <= done]
-        self.path.write_text("".join(json.dumps(entry) + "\n" for entry in self.history))
+        self._write()
+        # A kill may have come between the file and MLflow.
+        experiment.tracker.records(self.history)
         self.error: str | None = None
         self.worked_s = self.passed_s = 0.0  # of all targets, since the last record
         self.finished = threading.Event()
@@ -74,12 +77,24 @@ class Records:
             return
         # A restarted trainer group repeats the steps after its checkpoint; the later record holds.
         first = min(int(entry["step"]) for entry in records)
-        self.history = [entry for entry in self.history if entry["step"] < first] + records
-        with self.path.open("a") as file:
-            file.writelines(json.dumps(entry) + "\n" for entry in records)
+        kept = [entry for entry in self.history if entry["step"] < first]
+        repeats, self.history = len(kept) < len(self.history), kept + records
+        if repeats:
+            self._write()
+        else:
+            with self.path.open("a") as file:
+                file.writelines(json.dumps(entry) + "\n" for entry in records)
         self.experiment.tracker.records(records)
         self.bar.update(int(records[-1]["step"]), training_note(records[-1]))
 
+    def _write(self) -> None:
+        """Replaces the file by the history, whole or not at all."""
+        fresh = self.path.with_name(f".{self.path.name}.part")
+        fresh.write_text("".join(json.dumps(entry) + "\n" for entry in self.history))
+        fresh.replace(self.path)
 
-def _read(path: Any) -> list[dict[str, float]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+def _read(path: Path) -> list[dict[str, float]]:
+    """The records of a file; a line that a kill broke off has no line break and is none."""
+    lines = path.read_text().split("\n") if path.exists() else [""]
+    return [json.loads(line) for line in lines[:-1]]

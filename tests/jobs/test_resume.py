@@ -1,5 +1,6 @@
 """Runs that are killed, resumed or misled: real processes, real signals."""
 
+import json
 import os
 import shlex
 import signal
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from dspark.data.cache_check import verify
 from dspark.data.cache_reader import CacheReader
@@ -27,6 +29,13 @@ ROWS, EPOCHS = 33, 2
 def losses(folder: Path) -> list[float]:
     """Of all records: a step that was made again would stand there twice."""
     return [loss for _, loss in records(folder)]
+
+
+def tracked_steps(folder: Path) -> list[int]:
+    """Steps of the points that MLflow holds of a run's loss."""
+    record = json.loads((folder / "run.json").read_text())
+    client = MlflowClient(tracking_uri=record["mlflow_uri"])
+    return sorted(metric.step for metric in client.get_metric_history(record["mlflow_run_id"], "loss"))
 
 
 def kill_after_a_checkpoint(run: subprocess.Popen[str], output: Path, step: int = 5) -> None:
@@ -61,6 +70,7 @@ def test_a_killed_driver_resumes_with_the_losses_of_the_undisturbed_run(
     finish(start(str(preset), f"output={tmp_path}", "--resume", str(folder)))
     assert losses(folder) == pytest.approx(expected, rel=1e-6)
     assert_each_row_once(folder, EPOCHS * ROWS)
+    assert tracked_steps(folder) == list(range(1, len(expected) + 1))
     assert (folder / "drafter" / "model.safetensors").is_file()
 
 

@@ -68,9 +68,10 @@ def test_the_run_is_tracked_and_its_drafter_registered(finished: tuple[Path, str
         item.path for item in client.list_artifacts(record["mlflow_run_id"])
     }
     version = client.get_model_version("tiny", "1")
-    assert {"target_fingerprint", "data_fingerprint", "acceptance_length.t0", "acceptance_length.t1"} <= set(
-        version.tags
-    )
+    lengths = {"acceptance_length.t0.held_out", "acceptance_length.t1.held_out"}
+    assert {"target_fingerprint", "data_fingerprint", "settings_hash", *lengths} <= set(version.tags)
+    assert version.run_id == version.tags["trained_by"] == record["mlflow_run_id"]
+    assert version.tags["lossless"] == "4 of 4 in fp32"
 
 
 def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path, tiny_target: Path) -> None:
