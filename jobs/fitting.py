@@ -7,14 +7,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
-from ray.train import Checkpoint, CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train import Checkpoint, DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from actors.checkpoints import (
-    LEDGER,
     finished_steps,
     newest_checkpoint,
     progress_of,
@@ -23,12 +22,13 @@ from actors.checkpoints import (
     settle_storage,
 )
 from actors.pipelines import capture_options, check_store
+from actors.retention import LEDGER, checkpoint_rule, thin_out
 from actors.shared_target import Common
-from actors.stopping import StopActor
+from actors.stop_actor import StopActor
 from actors.target import BigramActor
 from actors.task import TrainTask, Validation
 from actors.trainer import train_rank
-from actors.validation import captured_validation
+from actors.validation_rows import captured_validation
 from dspark.config import Settings
 from dspark.data.cache import bytes_per_token
 from dspark.data.epoch_ledger import EpochLedger, Tally
@@ -95,7 +95,7 @@ def train_drafter(training: Training, rows: Rows, console: Console, common: Comm
     if not over and rows.validation is not None:
         task = replace(task, validation=_validation(settings, rows.validation, rows, common))
     with (
-        step_streams(settings, rows, storage, training.folder.name, targets) as streams,
+        step_streams(settings, rows, storage, training.folder.name, queue, targets) as streams,
         stage(console, "train", plan.steps) as bar,
         Records(training, queue, bar, done, Following(training, rows, console)) as records,
         stop_signals(console) as asked,
@@ -104,6 +104,7 @@ def train_drafter(training: Training, rows: Rows, console: Console, common: Comm
             attended_work(_trainer(settings, task, storage, streams).fit, asked, flag.ask.remote)
     if records.error is not None:
         raise InputError(records.error)
+    thin_out(storage, settings)
     for said in (which_side(records.history, settings), not_finite(records.history)):
         if said is not None:
             console.print(said, soft_wrap=True)
@@ -155,7 +156,6 @@ def _balance(training: Training, rows: Rows, checkpoint: Checkpoint) -> Tally:
 
 def _trainer(settings: Settings, task: TrainTask, storage: str, streams: Streams) -> TorchTrainer:
     parent, _, name = storage.rpartition("/")
-    wanted = settings.validation
     return TorchTrainer(
         train_rank,
         train_loop_config={"task": task},
@@ -169,11 +169,7 @@ def _trainer(settings: Settings, task: TrainTask, storage: str, streams: Streams
             name=name,
             storage_path=parent,
             failure_config=FailureConfig(max_failures=settings.train.max_failures),
-            checkpoint_config=CheckpointConfig(
-                num_to_keep=settings.train.kept,
-                checkpoint_score_attribute=f"val_{wanted.metric}" if settings.train.keep_best else None,
-                checkpoint_score_order="min" if wanted.smaller else "max",
-            ),
+            checkpoint_config=checkpoint_rule(settings),
         ),
         datasets=dict(streams),
         dataset_config=DataConfig(execution_options=capture_options(settings), enable_shard_locality=False),

@@ -24,9 +24,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from actors.shared_target import Common, SharedTarget
-from actors.stopping import StopActor
+from actors.stop_actor import StopActor
 from actors.tracking import Tracker
-from actors.validation import captured_validation
+from actors.validation_rows import captured_validation
 from dspark.config import Settings, dotted
 from dspark.errors import InputError, StoppedError
 from jobs.experiment import Experiment

@@ -44,8 +44,7 @@ class Follower(tune.Callback):
         if known.mlflow_run_id is None:
             child.params({"trial": key[0], "seed": key[1], **known.values})
         self.children[key], self.since[key] = child, time.monotonic() - known.seconds
-        # A run that goes on makes the steps behind its checkpoint again.
-        self.logged[key] = 0 if known.mlflow_run_id is None else child.last_step("loss")
+        self.logged[key] = 0
         self.ledger.put(replace(known, state="running", mlflow_run_id=child.run_id))
 
     def on_trial_result(
@@ -113,7 +112,7 @@ class Follower(tune.Callback):
         self._show()
 
     def _log(self, key: tuple[int, int]) -> None:
-        """Records of a run that MLflow has not got; the run waits meanwhile, so its file has no half line."""
+        """Records of a run that MLflow has not been given by this process."""
         history = read_history(run_folder(self.sweep.folder, *key) / HISTORY)
         fresh = [record for record in history if record["step"] > self.logged[key]]
         if fresh:

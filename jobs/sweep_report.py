@@ -115,7 +115,7 @@ def write_sweep(experiment: Experiment, asked: Settings, ledger: Ledger, scores:
     shares = write_pictures(folder / PLOTS, ledger, dotted(asked.model_dump(mode="json")))
     (folder / RESULT).write_text(json.dumps(result | {"importance": shares}, indent=1) + "\n")
     tracker = experiment.tracker
-    tracker.records([{"step": 0, "best_mean": best.mean, "best_trial": best.number, "runs": len(ledger.outcomes)}])
+    tracker.results({"best_mean": best.mean, "best_trial": best.number, "runs": len(ledger.outcomes)}, 0)
     for name in (BEST, RESULT, TRIALS, TABLE, "settings.yaml"):
         tracker.artifact(folder / name)
     tracker.artifact(folder / PLOTS, PLOTS)

@@ -17,7 +17,6 @@ from typing import Any
 from ray import tune
 from rich.console import Console
 
-from actors.checkpoints import finished_steps, newest_checkpoint
 from actors.shared_target import Common
 from dspark.config import Settings
 from dspark.data.folder import Folder
@@ -25,7 +24,7 @@ from dspark.errors import InputError, StoppedError
 from jobs.config import dump_settings
 from jobs.experiment import Training
 from jobs.fitting import train_drafter
-from jobs.records import HISTORY, read_history
+from jobs.records import HISTORY
 from jobs.rows import Rows, replanned
 from jobs.search import STEP
 from jobs.session import quiet_ray
@@ -95,11 +94,8 @@ def _train(config: dict[str, Any], sweep: Sweep, folder: Path, console: Console)
     rows = replanned(sweep.rows, settings)
     (folder / "settings.yaml").write_text(dump_settings(settings))
     reports = Reports(sweep.settings.tune.metric, rows.plan.steps)
-    before = read_history(folder / HISTORY)
-    training = Training(settings, folder, reports, resumed=bool(before))
-    done = finished_steps(newest_checkpoint(training.checkpoints))
-    # A scheduler that begins anew wants to hear again what its rungs were told.
-    reports.records(record for record in before if record["step"] <= done)
+    # Records of steps before its checkpoint are told again: a scheduler that begins anew has not heard them.
+    training = Training(settings, folder, reports, resumed=(folder / HISTORY).is_file())
     train_drafter(training, rows, console, sweep.common)
     reports.finish()
 
