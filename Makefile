@@ -15,17 +15,18 @@ export DS_ACCELERATOR ?= cpu
 endif
 
 # The target of demo and tests comes with the installation: nothing may wait for a hub.
-demo test test-faults soak readme curves bench-capture bench-cache bench-drafters bench-decode bench-stream: export HF_HUB_OFFLINE := 1
+demo test test-faults soak readme curves bench-capture bench-cache bench-drafters bench-decode bench-stream \
+	submitted-quickstart: export HF_HUB_OFFLINE := 1
 # Without a token, Ray writes none to the user's home. It knows `disabled` and `token`.
 test test-faults soak bench-stream: export RAY_AUTH_MODE ?= disabled
 
 .PHONY: help readme record demo soak scaling bench-stream bench-capture bench-cache bench-decode bench-drafters bench-step record-step test \
 	test-faults lint settings quickstart-data \
-	curves pictures reference clean
+	curves pictures screenshots submitted-quickstart kuberay-schema reference clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -84,6 +85,15 @@ bench-stream: $(STAMP) ## throughput, bounds and overhead of the stream between 
 
 soak: $(STAMP) ## ten minutes of training whose parts are killed every 20 seconds, and docs/soak.md
 	PYTHONPATH=. $(BIN)/python tests/jobs/soak.py --record
+
+submitted-quickstart: $(STAMP) ## submit the quickstart to a local cluster, stop it, take it up, and write docs/submitted.md
+	PYTHONPATH=. $(BIN)/python benchmarks/submitted_quickstart.py
+
+screenshots: $(STAMP) ## pictures of the MLflow UI in a real browser, of DB=runs/mlflow.db, into docs/pictures
+	PYTHONPATH=. $(BIN)/python benchmarks/screenshots.py $(DB)
+
+kuberay-schema: $(STAMP) ## write tests/schemas/kuberay.json from KubeRay's definitions: CRDS=FOLDER RELEASE=v1.7.0
+	PYTHONPATH=. $(BIN)/python benchmarks/write_kuberay_schema.py $(CRDS) $(RELEASE)
 
 scaling: $(STAMP) ## write docs/scaling.md from the assumptions of platform/clusters/example.yaml
 	$(BIN)/python -m jobs.scaling platform/clusters/example.yaml

@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import torch
 
+from actors.gauges import PLAIN, Gauges
 from dspark.data.conversations import Message
 from dspark.data.render import Renderer
+from dspark.decoding.differences import first_difference
 from dspark.decoding.engine import Engine, Generation, Request, Sampling
 from dspark.decoding.policies import choose_policy
 from dspark.errors import InputError
 from dspark.evaluation.benchmarks import EvaluationPrompt
-from dspark.evaluation.metrics import PARTS, PromptResult
+from dspark.evaluation.metrics import PARTS, PromptResult, acceptance_length
 from dspark.model.exchange import load_for_target
 from dspark.model.kinds import AnyDrafter
 from dspark.sections import EvaluateSettings, TargetSettings
@@ -37,6 +39,7 @@ class EvaluationTask:
     max_length: int  # of a training row: part of the rendering, no limit to prompts
     thinking: bool | None
     seed: int
+    run: str  # name of the folder that gets the results
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class EvaluatorActor:
         self.target = load_target(task.target.model_copy(update={"dtype": task.evaluate.dtype}))
         self.drafters = {name: _drafter(folder, task, self.target) for name, folder in task.drafters.items()}
         self.renderer = Renderer(self.target.tokenizer, task.max_length, task.thinking)
+        self.gauges = Gauges(task.run)
         self.batch = 0
         self.plain: Engine | None = None
         self.speculative: dict[str, Engine] = {}
@@ -80,8 +84,10 @@ class EvaluatorActor:
         results: list[PromptResult] = []
         while asked:
             plain = self._decoded(self.plain, asked)
+            self._show(PLAIN, plain)
             for name, engine in self.speculative.items():
                 drafted = self._decoded(engine, asked)
+                self._show(name, drafted)
                 results += self._results(name, asked, plain, drafted)
             asked = self._following(asked, plain.generations)
         return pa.table({"results": [json.dumps([asdict(result) for result in results])]})
@@ -116,6 +122,13 @@ class EvaluatorActor:
         spent["total"] = time.perf_counter() - since
         return _Decoded(generations, {name: value / len(asked) for name, value in spent.items()})
 
+    def _show(self, drafter: str, decoded: _Decoded) -> None:
+        prompts, rounds = decoded.generations, [asdict(one) for found in decoded.generations for one in found.rounds]
+        self.gauges.add("dspark_decoded_tokens", sum(len(found.tokens) for found in prompts), drafter=drafter)
+        self.gauges.add("dspark_decode_seconds", decoded.seconds["total"] * len(prompts), drafter=drafter)
+        if drafter != PLAIN and (length := acceptance_length(rounds)) is not None:
+            self.gauges.set("dspark_acceptance_length", length, drafter=drafter)
+
     def _results(self, drafter: str, asked: Sequence[Asked], plain: _Decoded, drafted: _Decoded) -> list[PromptResult]:
         return [
             PromptResult(
@@ -137,9 +150,16 @@ class EvaluatorActor:
                 drafter=drafter,
                 batch=one.batch,
                 turn=one.prompt.turn,
+                difference=self._difference(one, reference, speculative),
             )
             for one, reference, speculative in zip(asked, plain.generations, drafted.generations, strict=True)
         ]
+
+    def _difference(self, one: Asked, plain: Generation, speculative: Generation) -> dict[str, Any] | None:
+        if one.temperature > 0:
+            return None
+        found = first_difference(self.target, one.ids, plain.tokens, speculative.tokens)
+        return None if found is None else asdict(found)
 
     def _following(self, asked: Sequence[Asked], answers: Sequence[Generation]) -> list[Asked]:
         """The next turns, each behind the target's own answer, which is the same for every drafter."""

@@ -12,6 +12,7 @@ import ray
 import torch
 from numpy.typing import NDArray
 
+from actors.gauges import Gauges
 from dspark.capture import OnlyFinite, bad_columns, capture, prove_capture
 from dspark.data.cache import bytes_per_token
 from dspark.data.captures import Origin, fault_table
@@ -28,8 +29,10 @@ from dspark.target import load_target
 class TargetActor:
     """One target on one device. `rows` and `plan` are shared through the object store.
 
-    With `keep`, each window is also written to a cache, as the shard with its number. A target that cannot be had is
-    told in place of its rows: as an exception it would cost the run a restart of its trainers, and its own reason.
+    With `keep`, each window is also written to a cache, as the shard with its number. With `records`, a queue, each is
+    told with the seconds that it took, and those that it and the wait for room before it took together. A target that
+    cannot be had is told in place of its rows: as an exception it would cost the run a restart of its trainers, and its
+    own reason.
     """
 
     def __init__(
@@ -40,9 +43,12 @@ class TargetActor:
         rows: Any,
         plan: Any,
         keep: ShardTask | None,
+        run: str,
+        records: Any,
     ) -> None:
         torch.set_num_threads(pool.threads)
-        self.origin, self.batch_tokens, self.keep = origin, pool.batch_tokens, keep
+        self.origin, self.batch_tokens, self.keep, self.records = origin, pool.batch_tokens, keep, records
+        self.gauges = Gauges(run)
         self.rows: pa.Table = ray.get(rows)
         self.plan: Plan = ray.get(plan)
         self.fault: str | None = None
@@ -52,21 +58,32 @@ class TargetActor:
             self.fault = str(error)
         else:
             prove_capture(self.target, sample_at(self.rows, 0), origin.taps)
+        self.told = time.perf_counter()
 
     def __call__(self, window: pa.Table) -> Iterator[pa.Table]:
         """The rows of one window, a table each."""
         first, last = window.column("start")[0].as_py(), window.column("stop")[0].as_py()
+        began = time.perf_counter()
         try:
             captured = self._captured(window.column("window")[0].as_py(), slice(first, last))
         except InputError as error:
             captured = fault_table(self.origin, last - first, str(error))
+        self._tell(time.perf_counter() - began)
         yield from (captured.slice(row, 1) for row in range(captured.num_rows))
+
+    def _tell(self, worked_s: float) -> None:
+        if self.records is not None:
+            # Without waiting for the answer: that nobody listens any more is the driver's matter.
+            self.records.actor.put.remote({"worked_s": worked_s, "passed_s": time.perf_counter() - self.told})
+        self.told = time.perf_counter()
 
     def _captured(self, number: int, positions: slice) -> pa.Table:
         if self.fault is not None:
             raise InputError(self.fault)
         samples = [sample_at(self.rows, row) for row in self.plan.order[positions].tolist()]
+        since = time.perf_counter()
         captured = capture(self.target, samples, self.origin, self.batch_tokens)
+        show_capture(self.gauges, captured, time.perf_counter() - since)
         if self.keep is not None:
             self._write(self.keep, number, captured, self.plan.counted[positions])
         return captured
@@ -91,6 +108,7 @@ class ShardActor:
     ) -> None:
         torch.set_num_threads(pool.threads)
         self.task, self.batch_tokens = task, pool.batch_tokens
+        self.gauges = Gauges(task.folder.rstrip("/").rpartition("/")[2])
         self.rows: pa.Table = ray.get(rows[0])
         self.only_finite = OnlyFinite(max_bad_run)
         self.fault: str | None = None
@@ -135,10 +153,22 @@ class ShardActor:
         yield _news(bytes=shard.record.bytes - size, began=began)
 
     def _captured(self, batch: list[int]) -> pa.Table:
-        return capture(self.target, [sample_at(self.rows, row) for row in batch], self.task.origin, self.batch_tokens)
+        since = time.perf_counter()
+        samples = [sample_at(self.rows, row) for row in batch]
+        captured = capture(self.target, samples, self.task.origin, self.batch_tokens)
+        show_capture(self.gauges, captured, time.perf_counter() - since)
+        return captured
 
     def _size(self, batch: list[int]) -> int:
         return bytes_per_token(self.task.origin) * sum(len(self.rows.column("input_ids")[row]) for row in batch)
+
+
+def show_capture(gauges: Gauges, captured: pa.Table, seconds: float) -> None:
+    """Counts what a target captured, and how long it took."""
+    gauges.add("dspark_captured_rows", captured.num_rows)
+    gauges.add("dspark_captured_tokens", int(pc.sum(pc.list_value_length(captured.column("input_ids"))).as_py() or 0))
+    gauges.add("dspark_captured_bytes", captured.nbytes)
+    gauges.add("dspark_capture_seconds", seconds)
 
 
 def _news(

@@ -1,6 +1,8 @@
 """What a training run is, as one small value that travels to every rank."""
 
 import hashlib
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.gauges import Gauges
 from dspark.config import Settings, dotted
 from dspark.data.captures import Origin
 from dspark.data.plan import Plan
@@ -42,11 +45,22 @@ class TrainTask:
     written: str = ""  # the settings as YAML, without secrets
     stop: Any = None  # handle of the run's StopActor; None: nobody can stop it
     validation: Validation | None = None
+    run: str = ""  # name of the run's folder
 
     def positions(self, step: int, rank: int) -> range:
         """Plan positions of a rank's rows of a step: rows are dealt to the ranks in turn."""
         first = step * self.plan.global_batch
         return range(first + rank, first + self.plan.global_batch, self.settings.train.workers)
+
+    def begin(self, rank: int) -> None:
+        """Shows Prometheus that trainers are at work, so that a first record that never comes is noticed."""
+        if rank == 0:
+            Gauges(self.run).set("dspark_recorded_seconds", time.time())
+
+    def report(self, record: Mapping[str, float], steps: int) -> None:
+        """Sends a record over so many steps to the driver, and shows it to Prometheus."""
+        self.records.put(dict(record))
+        Gauges(self.run).record(record, steps * self.plan.global_batch)
 
     @cached_property
     def identity(self) -> dict[str, Any]:

@@ -18,19 +18,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 
-import deepspeed
 import numpy as np
 import pyarrow as pa
 import ray
 import ray.train
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 
 from actors.averages import Averages, used
 from actors.checkpoints import Progress, restore, save
-from actors.pipelines import blocks_of
+from actors.deepspeed_alone import DeepSpeedEngine, deepspeed
 from actors.placement import TargetWatch, attended
+from actors.splits import blocks_of
 from actors.stopping import StopWatch
 from actors.task import TrainTask
 from actors.validation import validate
@@ -113,6 +112,7 @@ def train(task: TrainTask) -> None:
     progress = restore(engine, task, averages)
     if progress.over:
         return
+    task.begin(dist.get_rank())
     taken: deque[Taken] = deque()
     places = {sample: row for row, sample in enumerate(task.sample_ids)}
 
@@ -276,9 +276,8 @@ def record(
         InputError: the loss is not finite; raised on every rank, since all hold the reduced value.
     """
     sums = add_means(means)
-    pairs = torch.cat(
-        [stack_means(sums), torch.tensor([[clock.tokens, 1.0]], dtype=torch.float64, device=engine.device)]
-    )
+    counted = torch.tensor([[clock.tokens, 1.0]], dtype=torch.float64, device=engine.device)
+    pairs = torch.cat([stack_means(sums), counted])
     dist.all_reduce(pairs)
     values = values_of([*sums, "tokens"], pairs)
     if not math.isfinite(values.get("loss", 0.0)):
@@ -297,4 +296,4 @@ def record(
             "grad_norm": float(engine.get_global_grad_norm() or 0.0),
             "lr": clock.rate,
         }
-        task.records.put({"step": done, **values})
+        task.report({"step": done, **values}, clock.steps)

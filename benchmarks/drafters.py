@@ -3,17 +3,20 @@
     quickstart conversations --capture, once--> cache --train--> dspark, dflash, eagle3 --evaluate, side by side-->
     acceptance length by domain with intervals (table 1 of the paper in miniature), acceptance by position (figure 2)
 
-Every stage is a command of the project in a process of its own; what it left is used again by a later call with the
-same arguments. Prints tables and, as its last line, one JSON object; `--record` writes docs/results.md from it.
+Every stage is a command of the project in a process of its own. A later call with the same arguments uses what a stage
+left, and goes on where a training or the evaluation was broken off. Prints tables and, as its last line, one JSON
+object; `--record` writes docs/results.md from it, when all is measured.
 """
 
 import argparse
 import json
 import math
 import shutil
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +27,19 @@ from rich.table import Table
 from benchmarks.results_record import document, findings, machine
 from dspark.config import Settings
 from dspark.evaluation.pictures import well_measured
+from dspark.evaluation.summary import ENDS
 from jobs.config import dump_settings, load_settings
 from jobs.tables import print_comparison
 
 PRESET = Path("platform/presets/smollm2_135m.yaml")
 RECORD = Path("docs/results.md")
 KINDS = ("dspark", "dflash", "eagle3")
-# K and gamma as published. Two cores train, since no target runs beside them.
+# K and gamma as published. Sixteen answers are decoded together: a round keeps as many tokens at any batch.
 COMMON = {
     "drafter": {"block": 7},
     "loss": {"gamma": 4.0},
-    "train": {"threads": 2, "log_every": 10, "checkpoint_every": 100_000},
-    "evaluate": {"max_new_tokens": 64, "prompts_t1": 12},
+    "train": {"log_every": 10, "checkpoint_every": 200, "keep_last": 1},
+    "evaluate": {"max_new_tokens": 64, "batch": [16]},
     "tracking": {"register_model": False},
     "data": {"source": "cache"},
 }
@@ -46,24 +50,32 @@ DFLASH: dict[str, dict[str, Any]] = {
 }
 # EAGLE-3 has one layer and chains as many steps in training as it proposes in decoding.
 EAGLE3_DRAFTER = ("block", "taps", "family", "vocab")
+# Sections of the settings that a capture and a training do not read: other values there leave what they made.
+NOT_CAPTURED = ("train", "loss", "eagle3", "evaluate")
+NOT_TRAINED = ("evaluate",)
+# What the folder of a run holds once it can go on; a capture is short and begins again.
+RESUMABLE = {kind: "run.json" for kind in KINDS} | {"evaluate": "evaluation.json"}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=600, help="conversations that are captured and trained on")
     parser.add_argument("--steps", type=int, default=1200, help="optimizer steps of 2 rows, of each drafter")
-    parser.add_argument("--prompts", type=int, default=48, help="held-out prompts at temperature 0")
+    parser.add_argument(
+        "--prompts", type=int, default=48, help="held-out prompts at temperature 0, a quarter also at 1"
+    )
     parser.add_argument("--benchmarks", type=Path, help="folder of NAME.jsonl, measured besides")
     parser.add_argument("--benchmark-prompts", type=int, default=8, help="of each benchmark")
     parser.add_argument("--init", choices=("random", "target"), default="random",
                         help="target: layers and Markov head of DSpark and DFlash from the target; EAGLE-3 has no such "
                         "start")  # fmt: skip
+    parser.add_argument("--cores", type=int, default=2, help="threads of a trainer, and evaluators")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench-drafters"), help="where everything goes")
     parser.add_argument("--quick", action="store_true", help="sizes that only show that it runs")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD}")
     asked = parser.parse_args()
     if asked.quick:
-        asked.rows, asked.steps, asked.prompts, asked.benchmark_prompts = 24, 12, 3, 1
+        asked.rows, asked.steps, asked.prompts, asked.benchmark_prompts = 24, 12, 6, 1
     return asked
 
 
@@ -78,11 +90,17 @@ def presets(asked: argparse.Namespace) -> dict[str, Settings]:
     for part in (COMMON, {
         "drafter": {"init": asked.init},
         "data": {"conversations": str(data)},
-        "train": {"max_steps": asked.steps, "epochs": math.ceil(asked.steps * batch / asked.rows)},
+        # No target runs beside a trainer, so that it has all cores.
+        "train": {
+            "threads": asked.cores, "max_steps": asked.steps, "epochs": math.ceil(asked.steps * batch / asked.rows)
+        },
         "cache": {"folder": str(asked.folder.absolute() / "cache")},
-        "evaluate": {"prompts_t0": asked.prompts, "benchmark_prompts": asked.benchmark_prompts}
+        "evaluate": {
+            "actors": asked.cores, "prompts_t0": asked.prompts, "prompts_t1": asked.prompts // 4,
+            "benchmark_prompts": asked.benchmark_prompts,
+        }
         | ({"benchmarks": str(asked.benchmarks.absolute())} if asked.benchmarks else {})
-        | ({"max_new_tokens": 12, "prompts_t1": 1} if asked.quick else {}),
+        | ({"max_new_tokens": 12} if asked.quick else {}),
     }):  # fmt: skip
         values = merged(values, part)
     found = {}
@@ -121,41 +139,60 @@ def of_kind(values: dict[str, Any], kind: str) -> dict[str, Any]:
     }
 
 
-def stage(folder: Path, name: str, command: list[str]) -> float:
-    """Runs a command of the project, unless its mark says that it is done; the seconds that it took then or now."""
-    mark = folder / f"{name}.done"
-    inputs = [path.read_text() for path in sorted(folder.glob("*.yaml"))] + [(folder / "train.jsonl").read_text()]
-    asked = json.dumps([command, inputs])
+def stage(folder: Path, name: str, command: list[str], without: Sequence[str]) -> float | None:
+    """Runs a command of the project, unless its mark says that it is done.
+
+    Args:
+        without: sections of the settings that this stage does not read.
+
+    Returns:
+        The seconds that it took, now or then; None where it was broken off and went on later.
+    """
+    mark, begun = folder / f"{name}.done", folder / f"{name}.begun"
+    asked = json.dumps([command, inputs(folder, without)])
     if mark.is_file():
         before = json.loads(mark.read_text())
         if before["asked"] == asked:
             print(f"{name}: done before", flush=True)
-            return float(before["seconds"])
-    shutil.rmtree(folder / name, ignore_errors=True)
+            return None if before["seconds"] is None else float(before["seconds"])
+    run = folder / name / "latest"
+    known = begun.is_file() and begun.read_text() == asked
+    goes_on = known and name in RESUMABLE and (run / RESUMABLE[name]).is_file()
+    if not goes_on:
+        shutil.rmtree(folder / name, ignore_errors=True)
+        begun.write_text(asked)
+    command = [*command, "--resume", str(run.resolve())] if goes_on else command
     print(f"{name}: {' '.join(command)}", flush=True)
     since = time.monotonic()
     code = subprocess.run([sys.executable, "-m", *command], check=False).returncode
     if code:
         raise SystemExit(f"{name} failed with exit code {code}")
-    seconds = time.monotonic() - since
+    seconds = None if goes_on else time.monotonic() - since
     mark.write_text(json.dumps({"asked": asked, "seconds": seconds}))
     return seconds
+
+
+def inputs(folder: Path, without: Sequence[str]) -> list[Any]:
+    """What decides a stage's result: the presets but for the sections it does not read, and the conversations."""
+    presets = [yaml.safe_load((folder / f"{kind}.yaml").read_text()) for kind in KINDS]
+    kept = [{key: value for key, value in preset.items() if key not in without} for preset in presets]
+    return [*kept, (folder / "train.jsonl").read_text()]
 
 
 def measure(asked: argparse.Namespace) -> dict[str, Any]:
     """All stages; what `evaluate` found, with what it was made of."""
     folder = asked.folder
     settings = presets(asked)
-    seconds = {"cache": stage(folder, "cache", ["jobs.capture", str(folder / "dspark.yaml")])}
+    seconds = {"cache": stage(folder, "cache", ["jobs.capture", str(folder / "dspark.yaml")], NOT_CAPTURED)}
     names = folder / "drafters"
     names.mkdir(exist_ok=True)
     for kind in KINDS:
-        seconds[kind] = stage(folder, kind, ["jobs.train", str(folder / f"{kind}.yaml")])
+        seconds[kind] = stage(folder, kind, ["jobs.train", str(folder / f"{kind}.yaml")], NOT_TRAINED)
         (names / kind).unlink(missing_ok=True)
         (names / kind).symlink_to((folder / kind / "latest" / "drafter").resolve())
     output = folder.absolute() / "evaluate"
     command = ["jobs.evaluate", str(folder / "dspark.yaml"), *(str(names / kind) for kind in KINDS), f"output={output}"]
-    seconds["evaluate"] = stage(folder, "evaluate", command)
+    seconds["evaluate"] = stage(folder, "evaluate", command, ())
     result = json.loads((output / "latest" / "result.json").read_text())
     own = settings["dspark"]
     samples = asked.steps * own.train.global_batch
@@ -163,12 +200,11 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         "settings": {"rows": asked.rows, "steps": asked.steps, "samples": samples, "init": asked.init,
                      "block": own.drafter.block, "max_new_tokens": own.evaluate.max_new_tokens},
         "machine": machine(),
-        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        "seconds": {name: None if value is None else round(value, 1) for name, value in seconds.items()},
         "comparison": result["comparison"],
         "positions": {section: positions(result, section) for section in result["comparison"]},
-        "speedup": {kind: speedups(result["drafters"][kind]) for kind in KINDS},
         "identical": {kind: identical(result["drafters"][kind]) for kind in KINDS},
-        "final_loss": {kind: last_loss(folder / kind / "latest") for kind in KINDS},
+        "training": {kind: training(folder / kind / "latest") for kind in KINDS},
     }  # fmt: skip
 
 
@@ -177,19 +213,17 @@ def positions(result: dict[str, Any], section: str) -> dict[str, list[float | No
     return {kind: well_measured(result["drafters"][kind][section]["t0"]["overall"]) for kind in KINDS}
 
 
-def speedups(drafter: dict[str, Any]) -> dict[str, float | None]:
-    return {f"batch {row['batch']}, {row['prompts_of']}, T={row['temperature']:g}": row["speedup"]
-            for row in drafter["batches"]}  # fmt: skip
-
-
 def identical(drafter: dict[str, Any]) -> list[int]:
     """[equal, compared] over held-out prompts and benchmarks."""
     counts = [drafter[name]["t0"]["overall"]["identical"] for name in ("held_out", "benchmarks") if drafter[name]]
     return [sum(pair[place] for pair in counts) for place in (0, 1)]
 
 
-def last_loss(run: Path) -> float:
-    return float(json.loads((run / "history.jsonl").read_text().splitlines()[-1])["loss"])
+def training(run: Path) -> dict[str, float]:
+    """The median of the steps' seconds, which no wait of the whole job moves, and the mean loss of the last records."""
+    history = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    seconds = statistics.median(record["seconds_total"] for record in history)
+    return {"step_seconds": seconds, "loss": statistics.fmean(record["loss"] for record in history[-ENDS:])}
 
 
 def show(console: Console, report: dict[str, Any]) -> None:

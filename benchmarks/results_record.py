@@ -78,17 +78,25 @@ def document(report: dict[str, Any]) -> str:
             [kind, *("–" if rate is None else f"{rate:.1%}" for rate in rates)] for kind, rates in curves.items()
         ])]  # fmt: skip
         lines += ["", f"![{title}](results-{section}.png)", ""]
-    lines += [DEFINITIONS["accept_by_slot_conditional"], "", "## Speed", ""]
-    names = list(next(iter(report["speedup"].values())))
-    lines += _table(["speed-up", *names], [
-        [kind, *("–" if found[name] is None else f"{found[name]:.2f}" for name in names)]
-        for kind, found in report["speedup"].items()
+    lines += [DEFINITIONS["accept_by_slot_conditional"], "", "## The run", ""]
+    lines += _table(["stage", "seconds", "seconds per step", "loss at the end"], [
+        [name, "–" if value is None else f"{value:.0f}", *_training(report["training"].get(name))]
+        for name, value in report["seconds"].items()
     ])  # fmt: skip
-    lines += ["", DEFINITIONS["speedup"], ""]
-    seconds = ", ".join(f"{name} {value:.0f}" for name, value in report["seconds"].items())
+    lines += [
+        "",
+        "Seconds of the whole stage, with its start and whatever it waited for; a dash where it was broken off and "
+        "went on. Seconds per step are the median. The losses have other terms for each kind and do not compare them. "
+        "How fast rounds are is another question: `make bench-decode`.",
+        "",
+    ]
     measured_on = ", ".join(f"{key} {value}" for key, value in report["machine"].items())
-    lines.append(f"Measured by `{report['command']}` on: {measured_on}. Seconds: {seconds}.")
+    lines.append(f"Measured by `{report['command']}` on: {measured_on}.")
     return "\n".join(lines) + "\n"
+
+
+def _training(found: dict[str, float] | None) -> list[str]:
+    return ["–", "–"] if found is None else [f"{found['step_seconds']:.2f}", f"{found['loss']:.3f}"]
 
 
 def _parts(report: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,5 +1,6 @@
 """Arguments and options that several commands share."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +42,11 @@ class PresetCommand(TyperCommand):
         for key, default, description in describe_settings():
             table.add_row(Text(key, style="cyan"), Text(default), Text(description))
         Console().print(table)
+
+
+def is_override(word: str) -> bool:
+    """Whether a word has the form of an override; `./a=b` is a folder."""
+    return re.match(r"[A-Za-z_][\w.]*=", word) is not None
 
 
 def exit_unless(success: bool) -> None:

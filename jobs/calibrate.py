@@ -17,9 +17,9 @@ from dspark.decoding.calibration_file import Calibration, save_calibration
 from dspark.decoding.schedule import StepRates
 from dspark.errors import InputError
 from dspark.evaluation.calibration_plots import reliability_diagrams
-from dspark.evaluation.plots import LIGHT
+from dspark.evaluation.figures import LIGHT
 from dspark.model.config import DSparkConfig
-from dspark.model.exchange import read_checkpoint
+from dspark.model.exchange import check_made_for, read_checkpoint
 from dspark.target_files import load_config, load_tokenizer, settled
 from jobs.calibrating import (
     ROUNDS,
@@ -34,7 +34,6 @@ from jobs.calibrating import (
     write_rounds,
 )
 from jobs.config import check_files
-from jobs.evaluate import check_target
 from jobs.experiment import Experiment, open_experiment
 from jobs.reporting import RESULT
 from jobs.rows import PromptRows, prepare_prompts
@@ -53,7 +52,7 @@ def calibrate(settings: Settings, checkpoint: Path, profile: bool, dry_run: bool
     check_files(settings)
     settings = settled(settings)
     checkpoint = checkpoint.resolve()
-    check_target(settings, checkpoint)
+    check_made_for(settings.target, checkpoint)
     draft = _confident(settings, checkpoint)
     _check_length(settings, draft)
     prompts = prepare_prompts(settings, load_tokenizer(settings.target))

@@ -3,7 +3,6 @@
 A module is imported when its command runs, so that `dspark --help` needs neither torch nor Ray.
 """
 
-import re
 import shlex
 import sys
 import threading
@@ -18,12 +17,13 @@ from rich.text import Text
 
 from dspark.errors import InputError, StoppedError
 from dspark.redaction import redacted
-from jobs.arguments import Checkpoint, DryRun, Overrides, Preset, PresetCommand, Resume
+from jobs.arguments import Checkpoint, DryRun, Overrides, Preset, PresetCommand, Resume, is_override
 from jobs.cache import commands as cache_commands
 from jobs.checkpoints import local_checkpoint
 from jobs.config import load_settings
 from jobs.file_commands import commands as file_commands
 from jobs.registry import commands as registry_commands
+from jobs.uploading import in_submitted_job
 
 # The exit code for "try again" in sysexits.h: schedulers tell it from a failure.
 STOPPED = 75
@@ -116,8 +116,7 @@ def evaluate(
     dry_run: DryRun = False,
 ) -> None:
     """Decode prompts with drafters and without: acceptance, speed and identity, side by side."""
-    # What has the form of an override is none of the folders; ./a=b would be one.
-    overrides = [text for text in drafters if re.match(r"[A-Za-z_][\w.]*=", text)]
+    overrides = [text for text in drafters if is_override(text)]
     folders = [Path(text) for text in drafters if text not in overrides]
     settings = load_settings(preset, overrides)
     if not folders:
@@ -166,11 +165,17 @@ def simulate(
 @app.command()
 def submit(
     command: Annotated[
-        Literal["run", "prepare", "capture", "train"] | None,
-        typer.Argument(metavar="COMMAND", help="run, prepare, capture or train."),
+        Literal["run", "prepare", "capture", "train", "evaluate", "calibrate"] | None,
+        typer.Argument(metavar="COMMAND", help="run, prepare, capture, train, evaluate or calibrate."),
     ] = None,
     preset: Annotated[Path | None, typer.Argument(help="YAML file in the checkout.")] = None,
-    overrides: Overrides = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[DRAFTER]... [KEY=VALUE]...", help="Folders of drafters, and settings, as COMMAND has."
+        ),
+    ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="That of calibrate.")] = False,
     resume: Annotated[
         str | None, typer.Option(metavar="DIR", help="Interrupted run to go on with, on storage of all nodes.")
     ] = None,
@@ -189,7 +194,10 @@ def submit(
     if command is None or preset is None:
         submit.stop(address, str(stop), timeout_s)
         return
-    raise typer.Exit(submit.submit(address, command, preset, overrides or [], resume, timeout_s, dry_run))
+    if profile and command != "calibrate":
+        raise InputError(f"{command} has no --profile, only calibrate has: leave it out")
+    words = (words or []) + ["--profile"] * profile
+    raise typer.Exit(submit.submit(address, command, preset, words, resume, timeout_s, dry_run))
 
 
 def main() -> None:
@@ -210,7 +218,9 @@ def _run(arguments: list[str]) -> None:
     try:
         app(arguments, prog_name="dspark")
     except StoppedError as error:
-        command = redacted(shlex.join(["dspark", *_without_resume(arguments), "--resume", error.folder]))
+        submitted = ["submit"] if in_submitted_job() else []
+        words = ["dspark", *submitted, *_without_resume(arguments), "--resume", error.folder]
+        command = redacted(shlex.join(words))
         Console(stderr=True, highlight=False).print(f"{error}; to go on: {command}", soft_wrap=True, markup=False)
         sys.exit(STOPPED)
     except InputError as error:

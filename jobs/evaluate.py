@@ -10,8 +10,8 @@ from rich.console import Console
 from dspark.config import Settings
 from dspark.errors import InputError
 from dspark.evaluation.summary import result_json
-from dspark.model.checkpoints import CONFIG, RUN_KEY, read_json
-from dspark.target_files import fingerprint, load_tokenizer, resolve, settled
+from dspark.model.exchange import check_made_for
+from dspark.target_files import load_tokenizer, settled
 from jobs.config import check_files
 from jobs.evaluating import check_identical, evaluate_drafters, planned
 from jobs.experiment import open_experiment
@@ -35,7 +35,7 @@ def evaluate(settings: Settings, checkpoints: Sequence[Path], resume: Path | Non
     settings = settled(settings)
     drafters = {name: folder.resolve() for name, folder in zip(drafter_names(checkpoints), checkpoints, strict=True)}
     for folder in drafters.values():
-        check_target(settings, folder)
+        check_made_for(settings.target, folder)
     tokenizer = load_tokenizer(settings.target)
     prompts = prepare_prompts(settings, tokenizer)
     description = description_of(settings, drafters, prompts)
@@ -94,21 +94,6 @@ def _print_plan(console: Console, settings: Settings, drafters: dict[str, Path],
     )
     for name, folder in drafters.items():
         console.print(f"drafter {name}: {folder}", soft_wrap=True)
-
-
-def check_target(settings: Settings, checkpoint: Path) -> None:
-    """A drafter that this project made says which weights it was made for.
-
-    Raises:
-        InputError: the settings name a target with other weights.
-    """
-    facts = read_json(checkpoint / CONFIG).get(RUN_KEY, {})
-    made_for = facts.get("target", {}).get("fingerprint")
-    if made_for is not None and made_for != (found := fingerprint(resolve(settings.target))):
-        raise InputError(
-            f"drafter {checkpoint} was trained for target weights {made_for} ({facts['target']['name']}), "
-            f"target.model={settings.target.model!r} has {found}: name the target that it was trained for"
-        )
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def evaluate_drafters(
     missing = [batch for batch in batches if _asked_key(batch[0]) not in done]
     task = EvaluationTask(
         settings.target, dict(drafters), settings.evaluate, settings.data.max_length, prompt_thinking(settings),
-        settings.seed,
+        settings.seed, results.path.parent.name,
     )  # fmt: skip
     with stage(console, "evaluate", sum(map(len, batches))) as bar:
         _show(bar, found, done)

@@ -42,25 +42,64 @@ def inspect(
 @commands.command()
 def generate(
     checkpoint: Checkpoint,
-    target: TargetName,
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="The user's message.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT]", show_default=False, help="The user's message; else from stdin.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="Read the message from a file.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Go on asking; so without a message where stdin is a terminal.")
+    ] = False,
+    target: Annotated[
+        str | None,
+        typer.Option(show_default="the drafter's", help="Local folder, hub id, or smollm2-135m-instruct."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", show_default="none", help="System message.")] = None,
+    thinking: Annotated[
+        bool | None, typer.Option("--thinking/--no-thinking", show_default="not passed", help="`enable_thinking`.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Likeliest tokens drawn from; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Mass of the likeliest tokens drawn from.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draws above temperature 0.")] = 0,
+    policy: Annotated[
+        Literal["fixed", "threshold", "scheduled"],
+        typer.Option(help="Drafts that are verified: `--slots` of them, by confidence, or by step rates."),
+    ] = "fixed",
+    slots: Annotated[
+        int | None, typer.Option(min=1, show_default="the block", help="Policy fixed: drafts per round.")
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, show_default="none", help="Policy threshold: least confidence of a verified draft."),
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default="none", help="What `calibrate` wrote.")
+    ] = None,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Compute type of target and drafter.")] = "fp32",
 ) -> None:
-    """Answer one prompt with speculative decoding; accepted draft tokens are marked."""
+    """Answer a prompt, or chat, with speculative decoding; accepted draft tokens are coloured."""
+    from jobs.assistant import Wish
     from jobs.generate import generate
 
-    generate(
-        local_checkpoint(checkpoint),
-        target,
-        prompt=prompt,
+    wish = Wish(
+        target=target,
+        system=system,
+        thinking=thinking,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
         seed=seed,
+        policy=policy,
+        slots=slots,
+        threshold=threshold,
+        calibration=calibration,
         dtype=dtype,
     )
+    generate(local_checkpoint(checkpoint), prompt, file, chat, wish)
 
 
 @commands.command()

@@ -8,14 +8,13 @@ from typing import Any
 
 import pyarrow.compute as pc
 import ray
-from ray.train import Checkpoint, CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train import Checkpoint, DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from actors.checkpoints import (
-    LEDGER,
     finished_steps,
     newest_checkpoint,
     progress_of,
@@ -24,11 +23,12 @@ from actors.checkpoints import (
     settle_storage,
 )
 from actors.pipelines import capture_options, check_store
-from actors.stopping import StopActor
+from actors.retention import LEDGER, checkpoint_rule, thin_out
+from actors.stop_actor import StopActor
 from actors.target import BigramActor
 from actors.task import TrainTask
 from actors.trainer import train_rank
-from actors.validation import captured_validation
+from actors.validation_rows import captured_validation
 from dspark.config import Settings
 from dspark.data.cache import bytes_per_token
 from dspark.data.epoch_ledger import EpochLedger, Tally
@@ -78,14 +78,14 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
     start = None if done or settings.drafter.init == "random" else _bigrams(settings, rows)
     task = TrainTask(
         settings, rows.draft, plan, rows.sample_ids, rows.origin, rows.kept, start, queue, rows.start,
-        stream_names(settings), storage, dump_settings(settings), flag,
+        stream_names(settings), storage, dump_settings(settings), flag, run=experiment.folder.name,
     )  # fmt: skip
     resumable_steps(checkpoint, task)
     check_store(settings, held_bytes(rows))
     if not over and rows.validation is not None:
         task = replace(task, validation=captured_validation(settings, rows.validation, rows.origin))
     with (
-        step_streams(settings, rows, storage) as streams,
+        step_streams(settings, rows, storage, experiment.folder.name, queue) as streams,
         stage(console, "train", plan.steps) as bar,
         Records(experiment, queue, bar, done, Following(experiment, rows, console)) as records,
         stop_signals(console) as asked,
@@ -94,6 +94,7 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
             _fit(_trainer(settings, task, storage, streams), asked, flag)
     if records.error is not None:
         raise InputError(records.error)
+    thin_out(storage, settings)
     for said in (which_side(records.history, settings), not_finite(records.history)):
         if said is not None:
             console.print(said, soft_wrap=True)
@@ -158,7 +159,6 @@ def _balance(experiment: Experiment, rows: Rows, checkpoint: Checkpoint) -> Tall
 
 def _trainer(settings: Settings, task: TrainTask, storage: str, streams: Streams) -> TorchTrainer:
     parent, _, name = storage.rpartition("/")
-    wanted = settings.validation
     return TorchTrainer(
         train_rank,
         train_loop_config={"task": task},
@@ -172,11 +172,7 @@ def _trainer(settings: Settings, task: TrainTask, storage: str, streams: Streams
             name=name,
             storage_path=parent,
             failure_config=FailureConfig(max_failures=settings.train.max_failures),
-            checkpoint_config=CheckpointConfig(
-                num_to_keep=settings.train.kept,
-                checkpoint_score_attribute=f"val_{wanted.metric}" if settings.train.keep_best else None,
-                checkpoint_score_order="min" if wanted.smaller else "max",
-            ),
+            checkpoint_config=checkpoint_rule(settings),
         ),
         datasets=dict(streams),
         dataset_config=DataConfig(execution_options=capture_options(settings), enable_shard_locality=False),

@@ -12,6 +12,7 @@ import ray
 from rich.console import Console
 from torch import Tensor
 
+from actors.gauges import Gauges
 from actors.step_evaluator import StepEvaluator, StepTask
 from dspark.config import Settings
 from dspark.target_files import load_tokenizer
@@ -20,6 +21,8 @@ from jobs.rows import Rows, prepare_prompts
 
 # What a measurement that runs when training ends may still take.
 _LAST_S = 600.0
+# The label of its acceptance; a finished drafter has its name.
+WHILE_TRAINED = "in training"
 
 
 class Following:
@@ -74,6 +77,7 @@ class Following:
         self.measured += 1
         if found is not None:
             self.experiment.tracker.records([{"step": step, "eval_acceptance_length": found}])
+            Gauges(self.experiment.folder.name).set("dspark_acceptance_length", found, drafter=WHILE_TRAINED)
 
 
 def _task(settings: Settings, rows: Rows) -> StepTask:

@@ -1,4 +1,8 @@
-"""What trainers report while they train: history, tracking, progress bar, and drafters to be measured meanwhile."""
+"""What is reported while a drafter is trained: history, tracking, progress bar, and drafters to be measured meanwhile.
+
+trainers, every `log_every` steps -> a record ┐
+targets, every window -> seconds of work      ┴-> queue -> `history.jsonl`, MLflow, the line of progress
+"""
 
 import json
 import threading
@@ -16,7 +20,11 @@ HISTORY = "history.jsonl"
 
 
 class Records:
-    """Takes records from rank 0 while training runs: shows them, writes them to MLflow and to `history.jsonl`."""
+    """Takes records from rank 0 while training runs: shows them, writes them to MLflow and to `history.jsonl`.
+
+    A record also says what share of their time the targets waited for room (`targets_waiting_share`), in the windows
+    that they have finished since the record before.
+    """
 
     def __init__(self, experiment: Experiment, queue: Queue, bar: Stage, done: int, following: Following) -> None:
         self.experiment, self.queue, self.bar, self.following = experiment, queue, bar, following
@@ -27,6 +35,7 @@ class Records:
         # A kill may have come between the file and MLflow.
         experiment.tracker.records(self.history)
         self.error: str | None = None
+        self.worked_s = self.passed_s = 0.0  # of all targets, since the last record
         self.finished = threading.Event()
         self.thread = threading.Thread(target=self._follow, name="records", daemon=True)
 
@@ -57,7 +66,13 @@ class Records:
         for entry in records:
             if "drafter" in entry:
                 self.following.offer(entry["step"], entry["drafter"])
-        records = [entry for entry in records if "drafter" not in entry]
+            elif "worked_s" in entry:
+                self.worked_s += entry["worked_s"]
+                self.passed_s += entry["passed_s"]
+            elif self.passed_s:
+                entry["targets_waiting_share"] = 1 - self.worked_s / self.passed_s
+                self.worked_s = self.passed_s = 0.0
+        records = [entry for entry in records if not {"drafter", "worked_s"} & entry.keys()]
         if not records:
             return
         # A restarted trainer group repeats the steps after its checkpoint; the later record holds.

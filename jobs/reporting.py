@@ -25,10 +25,13 @@ from jobs.rows import Rows
 
 RESULT, TABLE = "result.json", "results.csv"
 # Numbers of a domain in the table for spreadsheets; lists and pairs stay in `result.json`.
+_KEYS = ("drafter", "batch", "section", "temperature", "domain")
 _COLUMNS = (
     "prompts", "rounds", "tokens", "plain_tokens", "acceptance_length", "published_length", "verify_rate",
     "accepted_per_proposed", "speedup",
 )  # fmt: skip
+_INTERVAL = ("acceptance_length_low", "acceptance_length_high")
+_SPEEDS = ("plain_tokens_per_second", "speculative_tokens_per_second")
 
 
 def write_results(
@@ -45,8 +48,7 @@ def write_results(
     (folder / RESULT).write_text(json.dumps({**result, "command": command}, indent=1) + "\n")
     with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(("drafter", "section", "temperature", "domain", *_COLUMNS, "plain_tokens_per_second",
-                         "speculative_tokens_per_second"))  # fmt: skip
+        writer.writerow((*_KEYS, *_COLUMNS, *_INTERVAL, *_SPEEDS))
         writer.writerows(_lines(result))
     return write_report(
         folder,
@@ -70,16 +72,28 @@ def typed_command() -> str:
 
 
 def _lines(result: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """One line for each drafter, temperature and domain, means over benchmarks and totals included."""
+    """One line for each drafter, temperature and domain, means over benchmarks and totals included.
+
+    All at the first batch size; of the others the totals, whose tokens are the same and whose speeds are not.
+    """
     for name, drafter in result["drafters"].items():
+        first = next((row["batch"] for row in drafter["batches"]), None)
         for section in SECTIONS:
-            for part in drafter[section].values():
+            for key, part in drafter[section].items():
                 means = {f"mean {group}": row for group, row in part["by_group"].items()}
+                scopes = result["comparison"][section][key]["scopes"]
                 for domain, row in {**part["by_domain"], **means, "all": part["overall"]}.items():
-                    speed = row.get("tokens_per_second", {})
-                    values = [row.get(column) for column in _COLUMNS]
-                    yield [name, section, part["temperature"], domain, *values, speed.get("plain"),
-                           speed.get("speculative")]  # fmt: skip
+                    interval = scopes.get(domain, {"lengths": {}})["lengths"].get(name, {})
+                    yield _line([name, first, section, part["temperature"], domain], row, interval)
+        for row in drafter["batches"]:
+            if row["batch"] != first:
+                yield _line([name, row["batch"], row["prompts_of"], row["temperature"], "all"], row, {})
+
+
+def _line(keys: Sequence[Any], row: Mapping[str, Any], interval: Mapping[str, float | None]) -> list[Any]:
+    speed = row.get("tokens_per_second", {})
+    bounds = [interval.get("low"), interval.get("high")]
+    return [*keys, *map(row.get, _COLUMNS), *bounds, speed.get("plain"), speed.get("speculative")]
 
 
 def target_facts(settings: Settings) -> dict[str, str]:

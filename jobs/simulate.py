@@ -18,7 +18,7 @@ from dspark.decoding.schedule import StepRates
 from dspark.decoding.simulate import Replayed, policies, replay
 from dspark.errors import InputError
 from dspark.evaluation.calibration_plots import throughput_curves, verified_curves
-from dspark.evaluation.plots import LIGHT
+from dspark.evaluation.figures import LIGHT
 from jobs.calibrate import CALIBRATION
 from jobs.calibrating import ROUNDS, read_rounds
 

@@ -17,11 +17,12 @@ from typing import Self
 import numpy as np
 import ray
 from ray.data import Dataset
+from ray.util.queue import Queue
 
 from actors.checkpoints import finished_steps, newest_checkpoint
 from actors.pipelines import Planned, cached_steps, captured_steps, keep_again
 from dspark.config import Settings
-from dspark.data.cache import CacheWriter, check_room, expected_bytes
+from dspark.data.cache import CacheWriter, bytes_per_token, check_room, expected_bytes
 from dspark.data.codecs import Codec
 from dspark.data.manifest import Setting
 from dspark.data.plan import windows
@@ -38,8 +39,10 @@ def stream_names(settings: Settings) -> tuple[str, ...]:
 
 
 @contextmanager
-def step_streams(settings: Settings, rows: Rows, storage: str) -> Iterator[Streams]:
+def step_streams(settings: Settings, rows: Rows, storage: str, run: str, records: Queue) -> Iterator[Streams]:
     """The streams by name, each made when Ray Train starts the workers: a restart passes on only what is still missing.
+
+    Targets show their numbers under the name `run`, and put what part of their time they work into `records`.
 
     Raises:
         InputError: the folder of `live_and_keep` is another cache, or cannot be written.
@@ -52,7 +55,8 @@ def step_streams(settings: Settings, rows: Rows, storage: str) -> Iterator[Strea
     def cached(covered: range) -> Dataset:
         return cached_steps(settings, plan, covered, done(), rows.origin, planned)
 
-    planned = Planned(ray.put(rows.table), ray.put(plan))
+    row_bytes = rows.tokens * bytes_per_token(rows.origin) / rows.table.num_rows
+    planned = Planned(ray.put(rows.table), ray.put(plan), row_bytes, run, records)
     if settings.data.source == "cache":
         yield {"steps": partial(cached, whole)}
         return

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from dspark.errors import InputError
 from dspark.redaction import redacted
+from jobs.arguments import is_override
 from jobs.commit import VARIABLE, git_commit
 from jobs.config import load_settings
 from jobs.uploading import check_inputs, check_outputs, collect_upload
@@ -27,7 +28,13 @@ if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 _RETRY_S = 2.0
-_STOP_S = 60
+# What Ray gives a job that is stopped before it kills it: its own 3 seconds are too few for a checkpoint. The clean-up
+# of what the job had on other nodes comes on top.
+_SAVE_S, _STOP_S = 60, 90
+# Commands that take drafters, with how many; the others take a preset and settings alone.
+_DRAFTERS = {"evaluate": "at least one DRAFTER", "calibrate": "one CHECKPOINT"}
+_OPTIONS = {"calibrate": ("--profile",)}
+JOB_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "RAY_JOB_STOP_WAIT_TIME_S": str(_SAVE_S)}
 Answer = TypeVar("Answer")
 
 
@@ -35,21 +42,23 @@ def submit(
     address: str,
     command: str,
     preset: Path,
-    overrides: Sequence[str],
+    words: Sequence[str],
     resume: str | None,
     timeout_s: float,
     dry_run: bool,
 ) -> int:
     """Submits a command, follows its log and returns the job's exit code; with `dry_run` only says what would go.
 
+    `words` are what follows the preset: drafters, settings, options.
+
     Raises:
         InputError: settings or paths that mean nothing on the cluster, too large an upload, or no cluster in time.
     """
     console = Console()
     root = Path.cwd().resolve()
-    entrypoint = job_entrypoint(root, command, preset, overrides, resume)
+    entrypoint = job_entrypoint(root, command, preset, words, resume)
     upload = collect_upload(root)
-    check_inputs(load_settings(preset, overrides), upload)
+    check_inputs(load_settings(preset, overrides_in(command, words)), upload)
     if dry_run:
         for path, size in sorted(upload.files.items()):
             console.print(f"{size:>10,}  {path}", highlight=False, soft_wrap=True)
@@ -60,26 +69,56 @@ def submit(
     job = f"dspark-{command}-{uuid.uuid4().hex[:12]}"
     client = connect(address, timeout_s)
     _patiently(lambda: _send(client, job, entrypoint, root), address, timeout_s)
-    console.print(f"job {job}: `dspark submit --stop {job}` ends it, Ctrl-C here only stops following it")
+    console.print(
+        f"job {job}: `dspark submit --stop {job}` ends it, Ctrl-C here only stops following it", soft_wrap=True
+    )
     return follow(client, job, console)
 
 
-def job_entrypoint(root: Path, command: str, preset: Path, overrides: Sequence[str], resume: str | None) -> str:
+def overrides_in(command: str, words: Sequence[str]) -> list[str]:
+    """The settings among the words that follow the preset."""
+    return [word for word in words if command not in _DRAFTERS or is_override(word)]
+
+
+def job_entrypoint(root: Path, command: str, preset: Path, words: Sequence[str], resume: str | None) -> str:
     """The shell line that the job runs; the preset by its place in the checkout."""
     place = preset.expanduser().resolve()
     if not place.is_relative_to(root):
         raise InputError(f"preset {preset} lies outside {root}, so it does not go along: copy it into the checkout")
+    overrides = overrides_in(command, words)
     settings = load_settings(preset, overrides)
     check_outputs(settings, root)
+    others = [word for word in words if word not in overrides]
+    options = [word for word in others if word in _OPTIONS.get(command, ())]
+    drafters = [word for word in others if word not in options]
+    _check_drafters(command, drafters, root)
     if any(override.startswith("ray.address=") for override in overrides) and settings.ray.address != "auto":
         raise InputError(
             f"ray.address={settings.ray.address}: a submitted job uses the cluster that runs it: leave the setting "
             "out, and give the cluster by --address"
         )
-    if resume and (not Path(resume).is_absolute() or Path(resume).is_relative_to(root)):
-        raise InputError(f"--resume {resume}: the job cannot read it: give the absolute folder, which all nodes see")
-    words = ["python", "-m", f"jobs.{command}", str(place.relative_to(root)), *overrides, "ray.address=auto"]
-    return shlex.join(words + (["--resume", resume] if resume else []))
+    if resume and "://" not in resume:
+        _check_folder(resume, f"--resume {resume}", root)
+    if resume and command == "calibrate":
+        raise InputError(f"--resume {resume}: calibrate begins anew each time, leave it out")
+    line = ["python", "-m", f"jobs.{command}", str(place.relative_to(root)), *drafters, *overrides, "ray.address=auto"]
+    return shlex.join(line + options + (["--resume", resume] if resume else []))
+
+
+def _check_drafters(command: str, drafters: Sequence[str], root: Path) -> None:
+    if command not in _DRAFTERS:
+        return
+    if not drafters or (command == "calibrate" and len(drafters) > 1):
+        raise InputError(f"`submit {command}` takes {_DRAFTERS[command]} behind the preset, found {len(drafters)}")
+    for place in drafters:
+        if "://" not in place and not place.startswith("models:/"):
+            _check_folder(place, f"drafter {place}", root)
+
+
+def _check_folder(place: str, what: str, root: Path) -> None:
+    # Weights stay behind when a checkout is packed.
+    if not Path(place).is_absolute() or Path(place).is_relative_to(root):
+        raise InputError(f"{what}: the job cannot read it: give the absolute folder, which all nodes see")
 
 
 def stop(address: str, job: str, timeout_s: float) -> None:
@@ -122,7 +161,7 @@ def follow(client: "JobSubmissionClient", job: str, console: Console) -> int:
 
 
 def _send(client: "JobSubmissionClient", job: str, entrypoint: str, root: Path) -> None:
-    variables = {"PYTHONUNBUFFERED": "1"}
+    variables = dict(JOB_ENVIRONMENT)
     if (commit := git_commit()) is not None:
         variables[VARIABLE] = commit
     try:

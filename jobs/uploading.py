@@ -77,11 +77,15 @@ def check_outputs(settings: Settings, checkout: Path) -> None:
         "output": settings.output,
         "cache.folder": settings.cache.folder,
         "prepare.folder": settings.prepare.folder,
+        "train.storage": settings.train.storage,
+        "tracking.uri": _database(settings.tracking.uri),
     }
     inside = [
-        f"{key}={path}"
-        for key, path in outputs.items()
-        if path is not None and "://" not in str(path) and Path(path).is_relative_to(checkout)
+        f"{key}={place}"
+        for key, place in outputs.items()
+        if place is not None
+        and (path := _on_disk(str(place))) is not None
+        and (checkout / path).is_relative_to(checkout)
     ]
     if inside:
         raise InputError(
@@ -90,11 +94,25 @@ def check_outputs(settings: Settings, checkout: Path) -> None:
         )
 
 
+def _on_disk(place: str) -> Path | None:
+    """Where a path or the address of a file lies; None: on a server."""
+    place = place.removeprefix("file://")
+    return None if "://" in place else Path(place)
+
+
+def _database(uri: str | None) -> str | None:
+    """The file of an SQLite address; None of any other."""
+    scheme = "sqlite:///"
+    return uri.removeprefix(scheme) if uri is not None and uri.startswith(scheme) else None
+
+
 def check_inputs(settings: Settings, upload: Upload) -> None:
     """Raises InputError that lists every input below the checkout that does not go along with the job."""
     inputs = {
         "data.conversations": settings.data.conversations,
         "data.held_out": settings.data.held_out,
+        "data.validation": settings.data.validation,
+        "evaluate.calibration": settings.evaluate.calibration,
         "prepare.source": settings.prepare.source,
         "evaluate.benchmarks": settings.evaluate.benchmarks,
         "drafter.start_from": settings.drafter.start_from,

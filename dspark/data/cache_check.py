@@ -3,7 +3,6 @@
 manifest -> ledger -> each shard: there, of its size, its CRC-32; of a faulty one, whose it is, which rows are damaged
 """
 
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from zlib_ng.zlib_ng import crc32
 
 from dspark.data.cache_reader import CacheReader
 from dspark.data.captures import bf16_column, final_column, origin_of, tap_column
@@ -95,7 +95,7 @@ def _crc32(folder: Folder, name: str, on_bytes: Callable[[int], None]) -> int:
     found = 0
     with folder.open(name) as file:
         while data := file.read(_CHUNK_BYTES):
-            found = zlib.crc32(data, found)
+            found = crc32(data, found)
             on_bytes(len(data))
     return found
 
@@ -106,7 +106,7 @@ def _damaged_rows(folder: Folder, manifest: Manifest, ledger: pa.Table, number: 
     with folder.open(manifest.shards[number].file) as file:
         for row, entry in enumerate(ledger.filter(pc.equal(ledger.column("shard"), number)).to_pylist()):
             places = zip(names, entry["offsets"], entry["sizes"], entry["crc32"], strict=True)
-            if wrong := [name for name, at, size, crc in places if zlib.crc32(file.read_at(size, at)) != crc]:
+            if wrong := [name for name, at, size, crc in places if crc32(file.read_at(size, at)) != crc]:
                 yield f"row {row} (sample {entry['sample_id']}) is damaged in {', '.join(wrong)}"
 
 

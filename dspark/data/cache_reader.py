@@ -7,7 +7,6 @@ Columns are read where the ledger says they lie: a tap that is not wanted moves 
 """
 
 import threading
-import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from zlib_ng.zlib_ng import crc32
 
 from dspark.data.cache import bytes_per_token
 from dspark.data.captures import Origin
@@ -85,7 +85,7 @@ class CacheReader:
         self._spare = np.empty(0, np.uint8)
         self._lock = threading.Lock()
         self._unchecked = np.ones(self._crc32.shape, np.bool_) if check else None
-        # Checksums run beside the reads: zlib lets go of the interpreter, as system calls do.
+        # Checksums run beside the reads: `crc32` lets go of the interpreter, as system calls do.
         self._checker = ThreadPoolExecutor(1, "checksums") if check else None
         self._open: OrderedDict[int, Source] = OrderedDict()
 
@@ -208,7 +208,7 @@ class CacheReader:
 
     def _compare(self, place: int, held: int, stored: NDArray[np.uint8]) -> None:
         if self._unchecked is not None and self._unchecked[place, held]:
-            if zlib.crc32(stored.data) != self._crc32[place, held]:
+            if crc32(stored.data) != self._crc32[place, held]:
                 raise self._damaged(place, f"its {self._names[held]} has another checksum than the ledger's")
             self._unchecked[place, held] = False
 

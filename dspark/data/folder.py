@@ -7,7 +7,6 @@ elsewhere is there once its upload is closed.
 import os
 import shutil
 import uuid
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
 from numpy.typing import NDArray
+from zlib_ng.zlib_ng import crc32
 
 from dspark.errors import InputError
 
@@ -42,7 +42,7 @@ class Sink:
             except OSError as error:
                 self.failed = error
                 raise
-            self.crc32 = zlib.crc32(data, self.crc32)
+            self.crc32 = crc32(data, self.crc32)
             self.size += size
         return size
 

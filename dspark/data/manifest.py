@@ -5,13 +5,13 @@ ledger.parquet   one row per sample, in the cache's order: its id, length, shard
 """
 
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from zlib_ng.zlib_ng import crc32
 
 from dspark.data.captures import Origin, origin_of, schema_of
 from dspark.data.codecs import Codec
@@ -84,7 +84,7 @@ def write_manifest(
         skipped=tuple(sample for record in records for sample in record.skipped),
         errors=_errors(records),
         ledger_bytes=len(data),
-        ledger_crc32=zlib.crc32(data),
+        ledger_crc32=crc32(data),
     )
     folder.write(MANIFEST, _manifest_bytes(manifest))
     return manifest
@@ -109,7 +109,7 @@ def read_manifest(folder: Folder) -> Manifest:
         raise InputError(f"{where} is damaged: it is no manifest of this project's caches") from error
     if values.pop("format", None) != _FORMAT:
         raise InputError(f"{where} is no manifest of this project's caches: `dspark cache convert` reads raw caches")
-    if zlib.crc32(_canonical(values)) != written:
+    if crc32(_canonical(values)) != written:
         raise InputError(f"{where} is damaged: its checksum is another one")
     origin = values["origin"]
     return Manifest(
@@ -133,10 +133,10 @@ def read_ledger(folder: Folder, manifest: Manifest) -> pa.Table:
     """
     data = folder.read(LEDGER)
     where = folder.where(LEDGER)
-    if len(data) != manifest.ledger_bytes or zlib.crc32(data) != manifest.ledger_crc32:
+    if len(data) != manifest.ledger_bytes or crc32(data) != manifest.ledger_crc32:
         raise InputError(
             f"{where} is not the ledger that {MANIFEST} names: {len(data):,} bytes with checksum "
-            f"{zlib.crc32(data):08x}, needed {manifest.ledger_bytes:,} with {manifest.ledger_crc32:08x}"
+            f"{crc32(data):08x}, needed {manifest.ledger_bytes:,} with {manifest.ledger_crc32:08x}"
         )
     table = pq.read_table(pa.BufferReader(data))
     origin_of(table.schema).check_fits(manifest.origin, where)
@@ -169,7 +169,7 @@ def _manifest_bytes(manifest: Manifest) -> bytes:
     values = json.loads(json.dumps(asdict(manifest)))
     totals = {"rows": manifest.rows, "tokens": manifest.tokens, "bytes": manifest.bytes}
     values |= {"totals": totals}
-    return json.dumps({"format": _FORMAT, "crc32": zlib.crc32(_canonical(values)), **values}, indent=1).encode()
+    return json.dumps({"format": _FORMAT, "crc32": crc32(_canonical(values)), **values}, indent=1).encode()
 
 
 def _canonical(values: object) -> bytes:

@@ -7,7 +7,6 @@ files. With the codec `plain` a shard is the contract's own table, readable by a
 """
 
 import json
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from zlib_ng.zlib_ng import crc32
 
 from dspark.data.captures import Origin, origin_of, schema_of
 from dspark.data.codecs import Codec, pack, relative_errors
@@ -203,7 +203,7 @@ class NewShard:
         self._ids.append(sample.sample_id)
         self._lengths.append(len(ids))
         self._sizes.append([value.size for value in stored])
-        self._crcs.append([zlib.crc32(value) for value in stored])
+        self._crcs.append([crc32(value) for value in stored])
         for column, found in sample.distortion.items():
             self.distortion[column] = self.distortion.get(column, Distortion()) + found
         arrays = [

@@ -82,7 +82,7 @@ class Engine:
         self.policy, self.temperatures = policy, temperatures
         self.target, self.batch, self.max_length = target, batch, max_length
         self.store = target_store(target.config, batch, target.device, target.dtype)
-        self.proposer = None if drafter is None else _proposer(drafter, target.vocabulary, batch)
+        self.proposer = None if drafter is None else _proposer(drafter, target.decoding_vocabulary, batch)
         self.taps = drafter.config.taps if drafter is not None else ()
         self.seconds = Seconds()
         self._busy = False
@@ -96,18 +96,14 @@ class Engine:
         rows = {row.number: row for row in self._decode(requests)}
         return [rows[number].generation() for number in range(len(requests))]
 
-    def stream(self, request: Request) -> Generator[tuple[int, bool], None, Generation]:
-        """Tokens as they are committed, each with whether it was an accepted draft; returns the whole result.
+    def stream(self, request: Request) -> Generator[Progress, None, None]:
+        """The request as it stands after its prompt pass and after every round; closed early, it ends there.
 
         The engine decodes nothing else until the stream is exhausted or closed.
         """
-        shown = 0
-        for row in self._decode([request]):
-            yield from zip(row.tokens[shown:], row.drafted[shown:], strict=True)
-            shown = len(row.tokens)
-        return row.generation()
+        return self._decode([request])
 
-    def _decode(self, requests: Sequence[Request]) -> Iterator[Progress]:
+    def _decode(self, requests: Sequence[Request]) -> Generator[Progress, None, None]:
         """Yields each request whenever it has got new tokens."""
         queue = deque(self._progress(number, request) for number, request in enumerate(requests))
         assert not self._busy, "an engine decodes one call at a time: exhaust or close its stream first"
@@ -180,7 +176,9 @@ class Engine:
             states = self.target.states(ids_RP, self.taps, positions_RP, cache=cache)
             last_RH = states.final[torch.arange(len(rows)), torch.tensor(lengths) - 1]
             sampler = Sampler([row.place for row in rows], device)
-            verdict = sampler.judge(self.target.vocabulary.logits(last_RH[:, None]), ids_RP[:, :0], [0] * len(rows))
+            verdict = sampler.judge(
+                self.target.decoding_vocabulary.logits(last_RH[:, None]), ids_RP[:, :0], [0] * len(rows)
+            )
             for row, token in zip(rows, verdict.following.tolist(), strict=True):
                 row.begin(token)
             if self.proposer:
@@ -244,7 +242,7 @@ class Engine:
         ids_1N = torch.tensor([ids], device=self.target.device)
         cache = AimedCache(self.store, PackedAim(packed))
         states = self.target.states(ids_1N, self.taps, cache=cache, packed=packed)
-        return states, packed.by_row(self.target.vocabulary.logits(states.final[0]))
+        return states, packed.by_row(self.target.decoding_vocabulary.logits(states.final[0]))
 
     def _observe(
         self, taps_NLH: Tensor, rows: Mapping[int, Progress], starts: Sequence[int], firsts: Sequence[int], slot: int

@@ -10,7 +10,8 @@ from matplotlib.ticker import FuncFormatter
 
 from dspark.decoding.calibration import Bin, SlotQuality
 from dspark.decoding.simulate import Replayed
-from dspark.evaluation.plots import DPI, MARKERS, SIZE_IN, Theme, _colour, _figure, _legend, _png, _style
+from dspark.evaluation import figures
+from dspark.evaluation.figures import Theme
 
 _COLUMNS, _PANEL_IN = 4, 2.3
 _FEW_ROUNDS = 5  # a share of fewer is chance, and not drawn
@@ -22,15 +23,17 @@ def reliability_diagrams(before: Sequence[SlotQuality], after: Sequence[SlotQual
     columns = min(_COLUMNS, len(before))
     rows = -(-len(before) // columns)
     # A slot alone still needs the width of the legend and of its title.
-    size = (max(SIZE_IN[0], _PANEL_IN * columns), _PANEL_IN * rows + 0.8)
-    figure = Figure(figsize=size, dpi=DPI, facecolor=theme.background, layout=ConstrainedLayoutEngine(h_pad=0.1))
+    size = (max(figures.SIZE_IN[0], _PANEL_IN * columns), _PANEL_IN * rows + 0.8)
+    figure = Figure(
+        figsize=size, dpi=figures.DPI, facecolor=theme.background, layout=ConstrainedLayoutEngine(h_pad=0.1)
+    )
     FigureCanvasAgg(figure)
     panels: list[Axes] = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten().tolist()
     for slot, (panel, old, new) in enumerate(zip(panels, before, after, strict=False)):
-        _style(panel, theme)
+        figures.style(panel, theme)
         panel.plot((0, 1), (0, 1), color=theme.muted, linewidth=1, linestyle=(0, (3, 3)))
-        _marks(panel, old.bins, _colour(theme, 1), "temperature 1", theme)
-        _marks(panel, new.bins, _colour(theme, 0), "calibrated", theme)
+        _marks(panel, old.bins, figures.colour(theme, 1), "temperature 1", theme)
+        _marks(panel, new.bins, figures.colour(theme, 0), "calibrated", theme)
         errors = "" if old.ece is None or new.ece is None else f"  {old.ece:.3f} → {new.ece:.3f}"
         panel.set_title(f"slot {slot}{errors}", color=theme.text, fontsize=10, loc="left")
         panel.set_aspect("equal")
@@ -41,7 +44,7 @@ def reliability_diagrams(before: Sequence[SlotQuality], after: Sequence[SlotQual
     figure.supylabel("accepted", color=theme.text, fontsize=11)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, labelcolor=theme.text, fontsize=10, ncols=2, loc="outside upper left")
-    return _png(figure)
+    return figures.png(figure)
 
 
 def throughput_curves(replays: Sequence[Replayed], theme: Theme) -> bytes:
@@ -65,21 +68,19 @@ def _by_policy(replays: Sequence[Replayed], values: Mapping[Replayed, float]) ->
 
 
 def _curves_over_requests(curves: Mapping[str, Sequence[tuple[int, float]]], label: str, theme: Theme) -> bytes:
-    figure, axes = _figure(theme)
+    figure, axes = figures.panel(theme)
     drafting = [name for name in curves if name != "plain"]  # so that a policy has one colour in all pictures
     for i, (name, points) in enumerate(curves.items()):
         requests, values = zip(*points, strict=True)
-        colour = _colour(theme, drafting.index(name)) if name in drafting else theme.muted
-        axes.plot(
-            requests, values, label=name, color=colour, marker=MARKERS[i % len(MARKERS)], markersize=5, linewidth=2
-        )
+        colour = figures.colour(theme, drafting.index(name)) if name in drafting else theme.muted
+        axes.plot(requests, values, label=name, color=colour, marker=figures.marker(i), markersize=5, linewidth=2)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("requests decoded together")
     axes.set_ylabel(label)
-    _legend(axes, theme)
-    return _png(figure)
+    figures.legend(axes, theme)
+    return figures.png(figure)
 
 
 def _marks(panel: Axes, bins: Sequence[Bin], colour: str, label: str, theme: Theme) -> None:

@@ -4,18 +4,19 @@ Pure functions of round records {proposed, accepted, kept, confidences}; confide
 Rounds without any are left out.
 """
 
+import math
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
+from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
+from dspark.decoding.calibration import calibration_error, reliability
 from dspark.decoding.schedule import confident_length
 from dspark.evaluation.metrics import Record
 
 THRESHOLDS = tuple(step / 20 for step in range(20))
 BINS = 10
-
-Pair = tuple[float, bool]  # prediction, and whether it came true
 
 
 def confidence_numbers(rounds: Sequence[Record]) -> dict[str, Any] | None:
@@ -23,7 +24,7 @@ def confidence_numbers(rounds: Sequence[Record]) -> dict[str, Any] | None:
     scored = [record for record in rounds if record["confidences"]]
     if not scored:
         return None
-    return {"thresholds": threshold_sweep(scored), "slots": reliability(scored)}
+    return {"thresholds": threshold_sweep(scored), "slots": reliability_by_slot(scored)}
 
 
 def threshold_sweep(rounds: Sequence[Record]) -> list[dict[str, float]]:
@@ -46,36 +47,26 @@ def _replayed(rounds: Sequence[Record], threshold: float) -> dict[str, float]:
     return {"kept": kept / len(rounds), "verified": verified / len(rounds), "rate": kept / verified}
 
 
-def reliability(rounds: Sequence[Record]) -> list[dict[str, Any]]:
+def reliability_by_slot(rounds: Sequence[Record]) -> list[dict[str, Any]]:
     """By slot: the bins and the expected calibration error of its confidence and of its survival."""
     slots = max(record["proposed"] for record in rounds)
     found = []
     for k in range(slots):
         proposed = [record for record in rounds if record["proposed"] > k]
         reached = [record for record in proposed if record["accepted"] >= k]
-        confidence = [(record["confidences"][k], record["accepted"] > k) for record in reached]
-        survival = [(_survival(record, k), record["accepted"] > k) for record in proposed]
-        found.append({"slot": k, "confidence": _calibration(confidence), "survival": _calibration(survival)})
+        confidence = [record["confidences"][k] for record in reached]
+        survival = [math.prod(record["confidences"][: k + 1]) for record in proposed]
+        found.append(
+            {"slot": k, "confidence": _errors(confidence, reached, k), "survival": _errors(survival, proposed, k)}
+        )
     return found
 
 
-def _survival(record: Record, k: int) -> float:
-    product: float = list(accumulate(record["confidences"][: k + 1], mul))[-1]
-    return product
-
-
-def _calibration(pairs: Sequence[Pair]) -> dict[str, Any]:
-    bins: list[list[Pair]] = [[] for _ in range(BINS)]
-    for pair in pairs:
-        bins[min(int(pair[0] * BINS), BINS - 1)].append(pair)
-    filled = [_bin(chosen) for chosen in bins if chosen]
-    distance = sum(one["rounds"] * abs(one["predicted"] - one["accepted"]) for one in filled)
-    return {"rounds": len(pairs), "error": distance / len(pairs) if pairs else None, "bins": filled}
-
-
-def _bin(pairs: Sequence[Pair]) -> dict[str, float]:
-    return {
-        "rounds": len(pairs),
-        "predicted": sum(prediction for prediction, _ in pairs) / len(pairs),
-        "accepted": sum(accepted for _, accepted in pairs) / len(pairs),
-    }
+def _errors(predicted: Sequence[float], rounds: Sequence[Record], k: int) -> dict[str, Any]:
+    """Of predictions that these rounds accept slot k."""
+    if not rounds:
+        return {"rounds": 0, "error": None, "bins": []}
+    predicted_N = np.array(predicted, np.float64)
+    outcome_N = np.array([record["accepted"] > k for record in rounds])
+    bins = [asdict(one) for one in reliability(predicted_N, outcome_N, BINS)]
+    return {"rounds": len(rounds), "error": calibration_error(predicted_N, outcome_N, BINS), "bins": bins}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dspark.evaluation import plots
+from dspark.evaluation.figures import DARK, LIGHT
 from dspark.evaluation.summary import SECTIONS, ends_of
 
 FEW_ROUNDS = 10  # a rate from fewer is printed in grey; the conditional picture leaves it out
@@ -113,4 +114,4 @@ def _side_by_side(drafters: Mapping[str, Any]) -> dict[str, Picture]:
 
 
 def _picture(alt: str, draw: Callable[..., bytes], *content: Any) -> Picture:
-    return Picture(draw(*content, plots.LIGHT), draw(*content, plots.DARK), alt)
+    return Picture(draw(*content, LIGHT), draw(*content, DARK), alt)

@@ -1,49 +1,21 @@
-"""The report's pictures as PNG bytes, each in a light and a dark theme.
+"""The report's pictures as PNG bytes, each in a light and a dark theme."""
 
-Only Figure objects, no pyplot: nothing global is left behind, and no display is needed.
-"""
-
-import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from dspark.evaluation import figures
+from dspark.evaluation.figures import Theme
 from dspark.evaluation.metrics import PARTS
 
 History = Sequence[Mapping[str, Any]]
 
-SIZE_IN = (6.4, 3.7)
-DPI = 160
-MARKERS = "osD^vPX*"
 DASHES = ("-", (0, (5, 2)))
 PART_NAMES = {"prefill": "prompt pass", "draft": "draft", "verify": "verify", "other": "other"}
-
-
-@dataclass(frozen=True)
-class Theme:
-    """Colours of one background. The series differ in lightness too, so that colour-blind readers tell them apart."""
-
-    background: str
-    text: str
-    muted: str
-    grid: str
-    series: tuple[str, ...]
-
-
-LIGHT = Theme(
-    "#ffffff", "#1c2430", "#5b6675", "#e3e7ec", ("#0b62ad", "#d9620b", "#12876a", "#a3508a", "#7a6a0a", "#3f4854")
-)
-DARK = Theme(
-    "#171c24", "#e8ecf1", "#9aa6b5", "#2c3440", ("#5fb0f5", "#f59a4a", "#45cfa5", "#d98fc4", "#d8c75a", "#aeb8c4")
-)
 
 
 def loss_curves(history: History, theme: Theme) -> bytes:
@@ -60,12 +32,12 @@ def tau_curves(history: History, theme: Theme) -> bytes:
 
 def slot_curves(rates: Mapping[str, Sequence[float | None]], label: str, theme: Theme) -> bytes:
     """Share of accepted tokens over the slots of a block, one line per domain or drafter."""
-    figure, axes = _figure(theme)
+    figure, axes = figures.panel(theme)
     for i, (domain, shares) in enumerate(rates.items()):
         slots = [k for k, share in enumerate(shares) if share is not None]
         values = [share for share in shares if share is not None]
         axes.plot(
-            slots, values, label=domain[:20], color=_colour(theme, i), marker=MARKERS[i % len(MARKERS)], markersize=6,
+            slots, values, label=domain[:20], color=figures.colour(theme, i), marker=figures.marker(i), markersize=6,
             linewidth=2, linestyle=DASHES[i // len(theme.series) % len(DASHES)], clip_on=False,
         )  # fmt: skip
     axes.set_xlim(-0.3, max(map(len, rates.values()), default=1) - 0.7)
@@ -74,47 +46,47 @@ def slot_curves(rates: Mapping[str, Sequence[float | None]], label: str, theme: 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("slot k of the block")
     axes.set_ylabel(label)
-    _legend(axes, theme)
-    return _png(figure)
+    figures.legend(axes, theme)
+    return figures.png(figure)
 
 
 def threshold_curves(sweep: Sequence[Mapping[str, float]], theme: Theme) -> bytes:
     """Tokens kept and verified per round over the confidence threshold."""
-    figure, axes = _figure(theme)
+    figure, axes = figures.panel(theme)
     thresholds = [row["threshold"] for row in sweep]
     for i, (key, label) in enumerate((("verified", "verified"), ("kept", "kept"))):
         axes.plot(
-            thresholds, [row[key] for row in sweep], label=label, color=_colour(theme, i), marker=MARKERS[i],
-            markersize=5, linewidth=2,
+            thresholds, [row[key] for row in sweep], label=label, color=figures.colour(theme, i),
+            marker=figures.marker(i), markersize=5, linewidth=2,
         )  # fmt: skip
     axes.set_ylim(0, 1.05 * max(row["verified"] for row in sweep))
     axes.set_xlabel("confidence threshold")
     axes.set_ylabel("tokens per round")
-    _legend(axes, theme)
-    return _png(figure)
+    figures.legend(axes, theme)
+    return figures.png(figure)
 
 
 def reliability_curves(bins: Mapping[str, Sequence[Mapping[str, float]]], label: str, theme: Theme) -> bytes:
     """Accepted share over the mean prediction of each bin, one line per slot; larger marks stand for more rounds."""
-    figure, axes = _figure(theme)
+    figure, axes = figures.panel(theme)
     axes.plot((0, 1), (0, 1), color=theme.muted, linewidth=1, linestyle=(0, (4, 3)))
     most = max((one["rounds"] for rows in bins.values() for one in rows), default=1)
     for i, (name, rows) in enumerate(bins.items()):
         predicted, accepted = ([one[key] for one in rows] for key in ("predicted", "accepted"))
-        axes.plot(predicted, accepted, color=_colour(theme, i), linewidth=1.2, label=name)
+        axes.plot(predicted, accepted, color=figures.colour(theme, i), linewidth=1.2, label=name)
         sizes = [10 + 90 * one["rounds"] / most for one in rows]
-        axes.scatter(predicted, accepted, sizes, color=_colour(theme, i), marker=MARKERS[i % len(MARKERS)])
+        axes.scatter(predicted, accepted, sizes, color=figures.colour(theme, i), marker=figures.marker(i))
     axes.set_xlim(-0.02, 1.02)
     axes.set_ylim(-0.02, 1.02)
     axes.set_xlabel(f"predicted {label}")
     axes.set_ylabel("accepted")
-    _legend(axes, theme)
-    return _png(figure)
+    figures.legend(axes, theme)
+    return figures.png(figure)
 
 
 def speed_bars(rows: Mapping[str, Mapping[str, Any]], theme: Theme) -> bytes:
     """Tokens per second of plain and speculative decoding, with the speed-up; `rows` are summaries by their label."""
-    figure, axes = _figure(theme, rows=2 * len(rows))
+    figure, axes = figures.panel(theme, rows=2 * len(rows))
     speeds = [row["tokens_per_second"] for row in rows.values()]
     highest = max((speed[name] or 0.0 for speed in speeds for name in ("plain", "speculative")), default=0.0)
     for y, row in enumerate(rows.values()):
@@ -128,13 +100,13 @@ def speed_bars(rows: Mapping[str, Mapping[str, Any]], theme: Theme) -> bytes:
         axes.text(end, y, note, color=theme.text, va="center", fontsize=11, fontweight="bold")
     _rows(axes, list(rows), highest * 1.13)
     axes.set_xlabel("tokens per second")
-    _legend(axes, theme)
-    return _png(figure)
+    figures.legend(axes, theme)
+    return figures.png(figure)
 
 
 def time_bars(rows: Mapping[str, Mapping[str, Any]], theme: Theme) -> bytes:
     """Milliseconds per token: plain decoding against the parts of speculative decoding, stacked."""
-    figure, axes = _figure(theme, rows=2 * len(rows))
+    figure, axes = figures.panel(theme, rows=2 * len(rows))
     labels: list[str] = []
     longest = 0.0
     for name, row in rows.items():
@@ -155,19 +127,19 @@ def time_bars(rows: Mapping[str, Mapping[str, Any]], theme: Theme) -> bytes:
         longest = max(longest, plain, left)
     _rows(axes, labels, longest * 1.04)
     axes.set_xlabel("milliseconds per generated token")
-    _legend(axes, theme)
-    return _png(figure)
+    figures.legend(axes, theme)
+    return figures.png(figure)
 
 
 def _curves(history: History, names: Mapping[str, str], label: str, theme: Theme) -> bytes:
-    figure, axes = _figure(theme)
+    figure, axes = figures.panel(theme)
     seen: list[float] = []
     for i, (key, name) in enumerate(names.items()):
         steps, values = _series(history, key)
         if not len(steps):
             continue
         seen += [values.min(), values.max()]
-        colour = _colour(theme, i)
+        colour = figures.colour(theme, i)
         axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
         axes.plot(steps, _smoothed(values), color=colour, linewidth=2.2 if i == 0 else 1.7, label=name)
     # Ticks of a logarithmic axis need some range; below it, and with zeros, a linear one reads better.
@@ -179,8 +151,8 @@ def _curves(history: History, names: Mapping[str, str], label: str, theme: Theme
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(f"{label} (log scale)" if logarithmic else label)
     axes.margins(x=0.01)
-    _legend(axes, theme)
-    return _png(figure)
+    figures.legend(axes, theme)
+    return figures.png(figure)
 
 
 def _series(history: History, key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -209,30 +181,6 @@ def _few_minor_labels(value: float, _: int | None) -> str:
     return f"{value:g}" if leading in (2, 5) else ""
 
 
-def _figure(theme: Theme, rows: int = 0) -> tuple[Figure, Axes]:
-    """One styled panel; `rows` of bars make it higher than the usual size where they need it."""
-    height = max(SIZE_IN[1], 1.2 + 0.36 * rows)
-    figure = Figure(figsize=(SIZE_IN[0], height), dpi=DPI, facecolor=theme.background,
-                    layout=ConstrainedLayoutEngine(w_pad=0.16, h_pad=0.14))  # fmt: skip
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    _style(axes, theme)
-    return figure, axes
-
-
-def _style(axes: Axes, theme: Theme) -> None:
-    """A panel without a frame, in the theme's colours."""
-    axes.set_facecolor(theme.background)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(theme.grid)
-    axes.grid(axis="y", color=theme.grid, linewidth=0.9)
-    axes.set_axisbelow(True)
-    axes.tick_params(which="both", colors=theme.muted, labelsize=11, length=0, pad=6)
-    axes.xaxis.label.set(color=theme.text, fontsize=12)
-    axes.yaxis.label.set(color=theme.text, fontsize=12)
-
-
 def _rows(axes: Axes, labels: Sequence[str], width: float) -> None:
     """Horizontal bars, the first on top."""
     axes.set_yticks(range(len(labels)), labels)
@@ -248,24 +196,3 @@ def _inside(axes: Axes, x: float, y: float, value: float, longest_of: float, the
     if value > 0.09 * longest_of:
         axes.text(x, y, f"{value:.0f}" if value >= 10 else f"{value:.1f}", color=theme.background, fontsize=11,
                   ha="center", va="center", fontweight="bold")  # fmt: skip
-
-
-def _legend(axes: Axes, theme: Theme) -> None:
-    """Above the panel, where it hides no data; in rows of three if one row would be too wide."""
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        axes.legend(
-            handles, labels, frameon=False, labelcolor=theme.text, fontsize=11, handlelength=1.4, columnspacing=1.3,
-            handletextpad=0.5, borderaxespad=0.4, loc="lower left", bbox_to_anchor=(0, 1.0),
-            ncols=len(handles) if sum(len(label) + 5 for label in labels) <= 60 else 3,
-        )  # fmt: skip
-
-
-def _colour(theme: Theme, i: int) -> str:
-    return theme.series[i % len(theme.series)]
-
-
-def _png(figure: Figure) -> bytes:
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", facecolor=figure.get_facecolor(), metadata={"Software": None})
-    return stream.getvalue()

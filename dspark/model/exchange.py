@@ -41,7 +41,7 @@ from dspark.model.speculators import SPECULATORS
 from dspark.model.stored import ARCHITECTURE, Layout, Stored, Verifier
 from dspark.model.vocabulary import Vocabulary
 from dspark.sections import TargetSettings
-from dspark.target_files import load_config, load_vocabulary
+from dspark.target_files import fingerprint, load_config, load_vocabulary, resolve
 
 # A folder is of the first layout that matches: vLLM's files name their kind under one key, and ModelOpt's exports have
 # the section of SpecForge's too.
@@ -236,6 +236,21 @@ def load_for_target(folder: Path, target: TargetSettings, device: torch.device, 
     drafter, vocabulary = assemble(found.stored.tensors, found.config)
     extra = {RUN_KEY: found.facts}
     return LoadedDrafter(drafter.to(device=device, dtype=dtype), vocabulary.to(device, dtype), found.config, extra)
+
+
+def check_made_for(target: TargetSettings, folder: Path) -> None:
+    """A drafter that this project made says which weights it was made for.
+
+    Raises:
+        InputError: the target has others.
+    """
+    made_for = read_json(folder / CONFIG).get(RUN_KEY, {}).get("target", {})
+    wanted = made_for.get("fingerprint")
+    if wanted is not None and wanted != (found := fingerprint(resolve(target))):
+        raise InputError(
+            f"drafter {folder} was trained for target weights {wanted} ({made_for['name']}), the target "
+            f"{target.model!r} has {found}: name the target that it was trained for"
+        )
 
 
 def _of_another_layout(folder: Path) -> bool:

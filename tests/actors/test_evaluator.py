@@ -27,7 +27,9 @@ def test_a_drafter_in_the_layout_of_an_engine_is_measured_as_the_published_one(
     found = []
     for folder in (tmp_path / "source", convert(tmp_path / "source", tmp_path / "out", "specforge")):
         settings = EvaluateSettings(max_new_tokens=24, threads=torch.get_num_threads())
-        task = EvaluationTask(TargetSettings(model=str(tiny_target)), {"it": folder}, settings, 64, None, seed=1)
+        task = EvaluationTask(
+            TargetSettings(model=str(tiny_target)), {"it": folder}, settings, 64, None, seed=1, run="test"
+        )
         prompts = packed([Asked(prompt, [5, 6, 7], 1.0, 1)])
         (row,) = EvaluatorActor(task)(prompts)["results"].to_pylist()
         (result,) = json.loads(row)

@@ -20,6 +20,7 @@ ASKED: dict[str, Any] = {
     "benchmarks": None,
     "benchmark_prompts": 2,
     "init": "random",
+    "cores": 1,
 }
 
 
@@ -49,10 +50,10 @@ def report_of(dflash: list[int]) -> dict[str, Any]:
     return {
         "settings": {"rows": 60, "steps": 45, "samples": 90, "init": "random", "block": 7, "max_new_tokens": 64},
         "machine": {"device": "a processor"},
-        "seconds": {"cache": 1.0},
+        "seconds": {"cache": 1.0, "dspark": None, "dflash": 12.4},
+        "training": {name: {"step_seconds": 0.5, "loss": 4.0} for name in ("dspark", "dflash")},
         "comparison": {"held_out": {"t0": compare(results, seed=1)}},
         "positions": {"held_out": {"dspark": [1.0, 0.5], "dflash": [0.5, None]}},
-        "speedup": {"dspark": {"batch 4": 1.2}, "dflash": {"batch 4": None}},
         "identical": {"dspark": [8, 8], "dflash": [8, 8]},
         "command": command_of(["--benchmarks", "/some/where", "--record"]),
     }
@@ -75,5 +76,10 @@ def test_the_page_says_whether_the_published_order_came_out(dflash: list[int], s
     assert line.startswith("Held-out prompts, temperature 0: ") and line.endswith(says)
     page = document(report)
     assert f"- {line}" in page
-    assert "| math | " in page and "| dflash | 50.0% | – |" in page and "| dspark | 1.20 |" in page
+    assert (
+        "| math | " in page
+        and "| dflash | 50.0% | – |" in page
+        and "| dflash | 12 | 0.50 | 4.000 |" in page
+        and "| dspark | – | 0.50 |" in page
+    )
     assert "make bench-drafters ARGS='--benchmarks FOLDER --record'" in page and "/some/where" not in page

@@ -70,7 +70,7 @@ def test_the_help_of_the_other_commands_shows_their_defaults() -> None:
     inspect = CliRunner().invoke(cli.app, ["inspect", "--help"]).output
     assert all(f"[default: {value}]" in inspect for value in ("4096", "512", "42", "(all)"))
     generate = CliRunner().invoke(cli.app, ["generate", "--help"]).output
-    assert all(f"[default: {value}]" in generate for value in ("128", "0.0", "fp32"))
+    assert all(f"[default: {value}]" in generate for value in ("512", "0.0", "fixed", "fp32"))
 
 
 def test_the_command_line_imports_neither_torch_nor_ray() -> None:

@@ -176,7 +176,7 @@ def test_a_finished_folder_is_kept_and_resumed_only_with_its_own_settings(
     ("override", "message"),
     [
         ("prepare.source=null", "prepare.source is not set"),
-        ("prepare.source=someone/some-chats", "needs the package `datasets`"),
+        ("prepare.source=someone/some-chats", "could not be opened on the hub"),
         ("prepare.source=none.jsonl", "none.jsonl does not exist"),
         ("prepare.source=s3://bucket/chats.jsonl", "is an address: copy the conversations"),
         ("prepare.max_context=9999", "exceeds the 512 positions"),

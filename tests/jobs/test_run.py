@@ -27,7 +27,8 @@ def dspark(*arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProce
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> tuple[Path, str, Path]:
     """Output folder, standard output and preset of a finished run."""
     folder = tmp_path_factory.mktemp("run")
-    preset = tiny_preset(folder, tiny_target, train={"max_steps": 8, "log_every": 2})
+    # The store is made where no URI is set, too.
+    preset = tiny_preset(folder, tiny_target, train={"max_steps": 8, "log_every": 2}, tracking={"uri": None})
     done = dspark("run", str(preset))
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "runs", done.stdout, preset

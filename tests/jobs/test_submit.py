@@ -1,23 +1,26 @@
 """Submitted jobs: what goes along, which paths are refused, and a real job on a real cluster of this machine."""
 
-import os
+import json
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 
+from benchmarks.head_node import Head, head_node
 from dspark.errors import InputError
 from jobs.config import load_settings
 from jobs.submit import connect, job_entrypoint
 from jobs.uploading import check_inputs, collect_upload
+from tests.conftest import tiny_preset
 
 ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "platform/presets/smollm2_135m.yaml"
+_PATIENCE_S = 280.0
 
 
 @pytest.fixture
@@ -72,6 +75,13 @@ def test_a_relative_output_is_refused_here_and_in_a_job_that_was_submitted_by_ha
     preset = Path("platform/presets/smollm2_135m.yaml")
     with pytest.raises(InputError, match=r"output=.*/checkout/runs: a submitted job works in a copy"):
         job_entrypoint(checkout, "train", preset, [], None)
+    for key, value, kept in (
+        ("train.storage", "states", "s3://bucket/states"),
+        ("tracking.uri", "sqlite:///runs/mlflow.db", "sqlite:////shared/mlflow.db"),
+    ):
+        with pytest.raises(InputError, match=rf"^{key}=.*: a submitted job works in a copy"):
+            job_entrypoint(checkout, "train", preset, ["output=/shared/runs", f"{key}={value}"], None)
+        job_entrypoint(checkout, "train", preset, ["output=/shared/runs", f"{key}={kept}"], None)
     load_settings(preset, [])
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     with pytest.raises(InputError, match="give an absolute folder"):
@@ -92,6 +102,26 @@ def test_the_job_runs_the_module_on_the_cluster_that_runs_it(checkout: Path, mon
         job_entrypoint(checkout, "train", PRESET, ["output=/shared"], None)
 
 
+def test_measuring_commands_take_drafters_that_all_nodes_see(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkout)
+    preset, shared = Path("platform/presets/smollm2_135m.yaml"), "output=/shared/runs"
+    line = job_entrypoint(checkout, "evaluate", preset, [shared, "/shared/a", "models:/x@champion"], "/shared/runs/e")
+    assert line.endswith("smollm2_135m.yaml /shared/a models:/x@champion output=/shared/runs ray.address=auto --resume "
+                         "/shared/runs/e")  # fmt: skip
+    line = job_entrypoint(checkout, "calibrate", preset, ["/shared/a", shared, "--profile"], None)
+    assert line.endswith("smollm2_135m.yaml /shared/a output=/shared/runs ray.address=auto --profile")
+    for words, resume, message in (
+        ([shared], None, r"`submit calibrate` takes one CHECKPOINT behind the preset, found 0"),
+        (["/shared/a", "/shared/b", shared], None, "found 2"),
+        (["runs/latest/drafter", shared], None, "drafter runs/latest/drafter: the job cannot read it"),
+        (["/shared/a", shared], "/shared/runs/e", "calibrate begins anew each time"),
+    ):
+        with pytest.raises(InputError, match=message):
+            job_entrypoint(checkout, "calibrate", preset, words, resume)
+    with pytest.raises(InputError, match="override `/shared/a` needs the form key=value"):
+        job_entrypoint(checkout, "train", preset, ["/shared/a", shared], None)
+
+
 def test_data_that_stays_behind_is_refused_before_the_job_is_sent(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,50 +140,57 @@ def test_a_cluster_that_does_not_answer_is_an_error_after_the_timeout() -> None:
         connect(address, 0.1)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A head node of its own, on free ports; only its own processes are ended."""
-    temp, dashboard = Path(f"/tmp/ds-{os.getpid()}"), free_port()  # sockets below it allow no long path
-    command = [
-        str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=2", "--num-gpus=0",
-        f"--port={free_port()}", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={free_port()}",
-        f"--dashboard-agent-grpc-port={free_port()}", f"--runtime-env-agent-port={free_port()}",
-        f"--ray-client-server-port={free_port()}", f"--metrics-export-port={free_port()}",
-        f"--temp-dir={temp}", "--object-store-memory=100000000", "--node-ip-address=127.0.0.1",
-    ]  # fmt: skip
-    # A job's `python` is the one that its node finds first.
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    head = subprocess.Popen(
-        command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        yield f"http://127.0.0.1:{dashboard}"
-    finally:
-        os.killpg(head.pid, signal.SIGTERM)
-        try:
-            head.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(head.pid, signal.SIGKILL)
-        shutil.rmtree(temp, ignore_errors=True)
+def cluster() -> Iterator[Head]:
+    """A head node of its own, on free ports, that takes jobs of whoever has its token."""
+    with head_node(cpus=4, store_mb=100, token="5" * 64) as head:
+        yield head
 
 
 @pytest.mark.faults
 def test_a_job_is_sent_to_a_cluster_that_still_starts_and_its_exit_code_comes_back(
-    checkout: Path, cluster: str, tmp_path: Path
+    checkout: Path, cluster: Head, tmp_path: Path
 ) -> None:
-    arguments = [
-        sys.executable, "-m", "jobs.cli", "submit", "train", "platform/presets/smollm2_135m.yaml",
-        f"output={tmp_path}/out", f"data.held_out={tmp_path}/absent.jsonl", "--address", cluster,
-    ]  # fmt: skip
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(checkout)}
-    done = subprocess.run(arguments, cwd=checkout, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 2, done.stderr
-    assert f"data.held_out: there is no file {tmp_path}/absent.jsonl" in done.stdout  # the job's own log
-    assert "FAILED, exit code 2" in done.stdout
+    absent = f"data.held_out={tmp_path}/absent.jsonl"
+    job = cluster.dspark(checkout, "submit", "train", str(PRESET.relative_to(ROOT)), f"output={tmp_path}/out", absent)
+    assert job.wait(_PATIENCE_S) == 2, job.text
+    assert f"data.held_out: there is no file {tmp_path}/absent.jsonl" in job.text  # the job's own log
+    assert job.state == "FAILED, exit code 2"
+
+
+def state_of(folder: Path) -> str:
+    """State of the MLflow run of a run's folder."""
+    record = json.loads((folder / "run.json").read_text())
+    return str(MlflowClient(record["mlflow_uri"]).get_run(record["mlflow_run_id"]).info.status)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_a_stopped_job_leaves_nothing_behind_and_resumes_to_the_end(
+    checkout: Path, cluster: Head, tmp_path: Path, tiny_target: Path
+) -> None:
+    # What the preset names lies outside the checkout, as on storage of all nodes.
+    changes: dict[str, Any] = {"train": {"epochs": 4, "checkpoint_every": 20}}
+    shutil.copy(tiny_preset(tmp_path, tiny_target, rows=400, **changes), checkout / "tiny.yaml")
+    output = tmp_path / "runs"
+    job = cluster.dspark(checkout, "submit", "train", "tiny.yaml")
+    job.wait_for_a_checkpoint(output, _PATIENCE_S)
+    stop = cluster.dspark(checkout, "submit", "--stop", job.name)
+    assert (stop.wait(_PATIENCE_S), stop.state) == (0, "STOPPED"), stop.text
+    assert cluster.of_jobs_after(20) == []
+    folder = (output / "latest").resolve()
+    assert state_of(folder) == "KILLED"
+    assert (job.wait(_PATIENCE_S), job.state) == (1, "STOPPED, exit code None")
+    assert f"dspark submit train tiny.yaml ray.address=auto --resume {folder}" in job.text
+
+    resumed = cluster.dspark(checkout, "submit", "train", "tiny.yaml", "--resume", str(folder))
+    assert (resumed.wait(_PATIENCE_S), resumed.state) == (0, "SUCCEEDED, exit code 0")
+    assert int(resumed.said("resumed at step ")) >= 20
+    assert state_of(folder) == "FINISHED"
+    steps = [json.loads(line)["step"] for line in (folder / "history.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 801))
+    assert cluster.of_jobs_after(20) == []
+
+    stranger = replace(cluster, environment={**cluster.environment, "RAY_AUTH_TOKEN": "6" * 64})
+    refused = stranger.dspark(checkout, "submit", "--stop", job.name)
+    assert refused.wait(_PATIENCE_S) == 2 and "refused the token" in refused.text

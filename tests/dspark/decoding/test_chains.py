@@ -119,9 +119,9 @@ def test_rows_of_committed_tokens_replace_those_of_their_drafts() -> None:
     drafter = random_eagle3(target, (0, 1))
     engine = Engine(target, drafter, 1, 80)
     assert isinstance(engine.proposer, ChainProposer)
-    text, snapshots = [1, 2, 3], []
-    for token, _ in engine.stream(Request("r", tuple(text), 30, Sampling(1.0))):
-        text.append(token)
+    snapshots = []
+    for row in engine.stream(Request("r", (1, 2, 3), 30, Sampling(1.0))):
+        text = row.text(0, row.anchor + 1)
         held, last = engine.proposer.store.layers[0], engine.proposer.last_RH
         snapshots.append((held.keys[0].clone(), held.values[0].clone(), last[0].clone()))
     ids = torch.tensor([text])

@@ -91,19 +91,18 @@ def test_rounds_account_for_every_token_but_the_first() -> None:
                 assert all(0 < confidence < 1 for confidence in round.confidences)
 
 
-def test_a_stream_gives_the_tokens_of_generate_and_returns_its_result() -> None:
+def test_a_stream_grows_round_by_round_to_the_result_of_generate() -> None:
     target = small_vocabulary_target(6)
     engine = Engine(target, random_drafter(target, "rnn", (0, 1), 5), 2, 80)
     request = requests(target, 1, 25)[0]
     (wanted,) = engine.generate([request])
-    stream, tokens = engine.stream(request), []
-    while True:
-        try:
-            tokens.append(next(stream))
-        except StopIteration as end:
-            result = end.value
-            break
-    assert tokens == list(zip(wanted.tokens, wanted.drafted, strict=True)) and result == wanted
+    lengths: list[int] = []
+    for row in engine.stream(request):
+        assert tuple(row.tokens) == wanted.tokens[: len(row.tokens)]
+        assert tuple(row.rounds) == wanted.rounds[: len(lengths)]
+        lengths.append(len(row.tokens))
+    assert row.generation() == wanted
+    assert lengths == [1 + sum(round.kept for round in wanted.rounds[:n]) for n in range(len(wanted.rounds) + 1)]
 
 
 def test_a_stream_that_is_left_half_way_leaves_no_trace() -> None:
@@ -112,7 +111,7 @@ def test_a_stream_that_is_left_half_way_leaves_no_trace() -> None:
     asked = requests(target, 4, 25)
     wanted = engine.generate(asked)
     stream = engine.stream(asked[3])
-    for _ in range(9):
+    for _ in range(5):
         next(stream)
     with pytest.raises(AssertionError, match="one call at a time"):
         engine.generate(asked)
@@ -145,20 +144,20 @@ def test_the_drafter_holds_the_context_of_committed_tokens() -> None:
     assert engine.proposer is not None
     request = Request("r", (1, 2, 3), 30, Sampling(1.0))
     (result,) = engine.generate([request])
-    text, snapshots = list(request.prompt), []
-    for token, _ in engine.stream(request):
+    snapshots = []
+    for row in engine.stream(request):
         layers = engine.proposer.store.layers
-        snapshots.append((len(text), [(layer.keys[0].clone(), layer.values[0].clone()) for layer in layers]))
-        text.append(token)
+        snapshots.append((row.anchor, [(layer.keys[0].clone(), layer.values[0].clone()) for layer in layers]))
+    text = [*request.prompt, *result.tokens]
     with torch.inference_mode():
         wanted = drafter.context(target.states(torch.tensor([text]), (0, 1)).taps, torch.arange(len(text))[None])
     # Nothing is drafted after the last round, so its states are not kept. Behind a length stand rejected blocks' keys.
-    for length, snapshot in snapshots[: -result.rounds[-1].kept]:
+    for length, snapshot in snapshots[:-1]:
         for held, layer in zip(snapshot, wanted, strict=True):
             # A rejected draft's feature would differ from that of the token which took its place.
             for found, whole in zip(held, layer, strict=True):
                 torch.testing.assert_close(found[:, :length], whole[0, :, :length], atol=1e-4, rtol=1e-4)
-    assert len(snapshots) == 30 and sum(result.drafted) > 3
+    assert len(snapshots) == 1 + len(result.rounds) and sum(result.drafted) > 3
 
 
 def test_drafting_ends_where_the_drafters_positions_end() -> None:

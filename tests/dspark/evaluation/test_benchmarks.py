@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -179,19 +178,21 @@ def test_the_hub_has_the_same_benchmarks_as_folders_and_rows_become_the_publishe
     )
 
 
-def test_benchmarks_from_the_hub_are_read_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+def test_benchmarks_from_the_hub_are_read_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
 
-    def load_dataset(*names: object, **options: object) -> list[dict[str, object]]:
-        asked.append((names, options))
-        return [HUB_ROWS["mt-bench"][0], {"prompt": ["third", "fourth"]}]
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)  # a folder with a dataset's name goes before the hub
+    for name in ("mt-bench", "aime25"):
+        folder = tmp_path / SOURCES[name].dataset
+        folder.mkdir(parents=True)
+        write(folder, "train.jsonl", [HUB_ROWS["mt-bench"][0], {"prompt": ["third", "fourth"]}])
     prompts = benchmark_prompts(None, ("mt-bench",), 1, all_turns=True)
     assert [(one.id, one.messages[0].content, one.later) for one in prompts] == [("mt-bench/1", "first", ("second",))]
-    assert asked == [(("HuggingFaceH4/mt_bench_prompts", None), {"split": "train", "streaming": True})]
-    with pytest.raises(InputError, match=r"gsm8k \(dataset openai/gsm8k\): row 1 holds \['prompt'\] and no usable"):
-        benchmark_prompts(None, ("gsm8k",), 1, all_turns=False)
+    with pytest.raises(
+        InputError, match=r"aime25 \(dataset MathArena/aime_2025\): row 1 holds \['prompt'\] and no usable"
+    ):
+        benchmark_prompts(None, ("aime25",), 1, all_turns=False)
 
 
 def test_without_a_way_to_the_hub_the_error_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dspark.evaluation.confidence import THRESHOLDS, confidence_numbers, reliability, threshold_sweep
+from dspark.evaluation.confidence import THRESHOLDS, confidence_numbers, reliability_by_slot, threshold_sweep
 
 
 def round_of(confidences: list[float], accepted: int, kept: int | None = None, proposed: int | None = None) -> Any:
@@ -42,13 +42,14 @@ def test_rounds_that_a_policy_cut_are_not_replayed() -> None:
 
 
 def test_reliability_counts_reached_slots_for_confidence_and_proposed_ones_for_survival() -> None:
-    first, second, third = reliability(ROUNDS)
+    first, second, third = reliability_by_slot(ROUNDS)
     assert (first["confidence"]["rounds"], second["confidence"]["rounds"], third["confidence"]["rounds"]) == (3, 3, 2)
     # Slot 0: 0.9, 0.9 and 0.3, all accepted.
     assert first["confidence"]["error"] == pytest.approx((2 * 0.1 + 0.7) / 3)
     # Slot 2: reached by the first and the third round, which say 0.8 and 0.9; the second of them rejected it.
     assert third["confidence"]["bins"] == [
-        {"rounds": 1, "predicted": 0.8, "accepted": 1.0}, {"rounds": 1, "predicted": 0.9, "accepted": 0.0},
+        {"low": 0.8, "high": 0.9, "rounds": 1, "predicted": 0.8, "accepted": 1.0},
+        {"low": 0.9, "high": 1.0, "rounds": 1, "predicted": 0.9, "accepted": 0.0},
     ]  # fmt: skip
     # Survival of slot 1: 0.36, 0.72 and 0.27; accepted in the first and the third round.
     assert second["survival"]["rounds"] == 3

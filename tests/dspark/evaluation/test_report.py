@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dspark.evaluation import plots
+from dspark.evaluation.figures import DARK, LIGHT
 from dspark.evaluation.metrics import PromptResult
 from dspark.evaluation.report import ReportData, write_report
 from dspark.evaluation.summary import result_json
@@ -271,16 +272,16 @@ def test_plots_bear_gaps_zeros_and_single_points() -> None:
     ragged = [{"step": 1, "loss": math.nan}, {"step": 2, "loss": 0.0, "tau_greedy": 1.0}]
     rates = {f"domain {i}": [0.5, None, 0.25][: 1 + i % 3] for i in range(9)}
     for picture in (
-        plots.loss_curves(ragged, plots.LIGHT),
-        plots.tau_curves(ragged, plots.DARK),
-        plots.slot_curves(rates, "accepted", plots.LIGHT),
-        plots.slot_curves({"math": [None]}, "accepted", plots.LIGHT),
+        plots.loss_curves(ragged, LIGHT),
+        plots.tau_curves(ragged, DARK),
+        plots.slot_curves(rates, "accepted", LIGHT),
+        plots.slot_curves({"math": [None]}, "accepted", LIGHT),
     ):
         assert picture.startswith(b"\x89PNG")
 
 
 def test_the_two_themes_differ_and_a_picture_repeats_to_the_byte() -> None:
     history = history_of(5)
-    light = plots.loss_curves(history, plots.LIGHT)
-    assert light == plots.loss_curves(history, plots.LIGHT)
-    assert light != plots.loss_curves(history, plots.DARK)
+    light = plots.loss_curves(history, LIGHT)
+    assert light == plots.loss_curves(history, LIGHT)
+    assert light != plots.loss_curves(history, DARK)
