@@ -83,8 +83,9 @@ def captured_steps(
         return one_row_blocks(
             window_rows,
             BorrowingActor,
+            ahead=planned.ahead(settings, len(shared)),
             fn_constructor_args=(tuple(shared), origin, planned.rows, planned.plan),
-            compute=ActorPoolStrategy(size=len(shared)),
+            compute=row_pool(len(shared), len(shared)),
             num_cpus=0,
         )
     return _captured(settings, window_rows, origin, planned, keep)

@@ -113,7 +113,7 @@ def _print_plan(
     advice = "none: `dspark registry record` adds one, which a promotion needs"
     size = sum(file.stat().st_size for file in made.files)
     lines = {
-        "version": f"{len(registry.entries(name)) + 1 if name in registry.names() else 1} or later of {name}",
+        "version": f"the next of {name}",
         "store": str(redacted(registry.uri)),
         "from": f"{checkpoint}, {len(made.files)} files with {size / 1e6:,.1f} MB, and {', '.join(made.texts)}",
         "run": trained_by or "not known: the checkpoint lies in no run folder",

@@ -75,7 +75,8 @@ def registration_of(name: str, checkpoint: Path, run: Path | None, measured: Mea
     if measured is not None:
         texts[DESCRIPTION] = json.dumps(dict(measured.description), indent=1) + "\n"
         texts[RESULT] = json.dumps(dict(measured.numbers), indent=1) + "\n"
-    files = tuple(path for path in sorted(checkpoint.iterdir()) if path.is_file() and path.name not in _WRITTEN)
+    there = (path for path in sorted(checkpoint.iterdir()) if path.is_file() and not path.name.startswith("."))
+    files = tuple(path for path in there if path.name not in _WRITTEN)
     tags = {
         **identity_tags(found, checkpoint, settings),
         "git_commit": NOT_STATED if run is None else str(read_json(run / RECORD).get("git_commit") or NOT_STATED),

@@ -187,11 +187,11 @@ def test_an_evaluation_of_other_prompts_is_no_ground_for_a_promotion_until_both_
 
 
 def test_a_registered_drafter_stands_wherever_a_folder_may(shop: Shop, dspark: Dspark, tmp_path: Path) -> None:
-    common = ("--target", str(shop.target), "--prompt", "the cat", "--max-new-tokens", "12")
-    answers = [dspark("generate", str(place), *common) for place in (shop.folders[2], "models:/tiny/2")]
+    common = ("--target", str(shop.target), "--max-new-tokens", "12")
+    answers = [dspark("generate", str(place), "the cat", *common) for place in (shop.folders[2], "models:/tiny/2")]
     assert [code for code, _, _ in answers] == [0, 0]
-    texts = [said.split(" tokens/s")[0].rsplit(" ", 1)[0] for _, said, _ in answers]
-    assert texts[0] == texts[1] and texts[0]
+    # An echo accepts whole blocks, a guess none: it is that drafter which answered.
+    assert [error.split("acceptance length ")[1][0] for _, _, error in answers] in (["4"] * 2, ["5"] * 2, ["3"] * 2)
     (copy,) = (tmp_path / "cache" / "dspark" / "registry").glob("*/tiny-2")
     assert fingerprint(copy) == fingerprint(shop.folders[2])
     assert [path.name for path in copy.parent.iterdir()] == ["tiny-2"]  # nothing half done beside it
@@ -220,7 +220,7 @@ def test_a_registered_drafter_stands_wherever_a_folder_may(shop: Shop, dspark: D
 def test_a_name_that_leads_nowhere_is_refused_with_what_there_is(
     shop: Shop, dspark: Dspark, name: str, message: str
 ) -> None:
-    code, _, error = dspark("generate", name, "--target", str(shop.target), "--prompt", "x")
+    code, _, error = dspark("generate", name, "x", "--target", str(shop.target))
     assert code == 2 and message in error
     if "'1" in message or "winner" in message:
         assert "which holds 1, 2" in error
