@@ -107,14 +107,14 @@ def importances(points: Sequence[Point], keys: Sequence[str]) -> dict[str, float
 
 
 def _places(values: Sequence[Any]) -> list[float]:
-    """Each value's place between 0 and 1: by size where all are numbers (in logarithms over a wide range), else by
-    its turn."""
+    """Each value's place between 0 and 1: by size, in logarithms over a wide range; by rank if not all are numbers."""
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         numbers = np.array(values, np.float64)
         if numbers.min() > 0 and numbers.max() > 20 * numbers.min():
             numbers = np.log(numbers)
     else:
-        order = list(dict.fromkeys(map(_text, values)))
+        ranked = sorted(values, key=lambda value: (0, value) if isinstance(value, int | float) else (1, 0))
+        order = list(dict.fromkeys(map(_text, ranked)))
         numbers = np.array([order.index(_text(value)) for value in values], np.float64)
     width = np.ptp(numbers)
     scaled: list[float] = ((numbers - numbers.min()) / width if width else np.full(len(numbers), 0.5)).tolist()
