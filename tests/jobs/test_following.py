@@ -30,8 +30,8 @@ def test_an_evaluator_measures_newest_drafters_into_the_run_and_skips_what_it_is
     assert found and set(found) <= {2, 4, 6}
     assert f"measured at {len(found)} steps while training, {3 - len(found)} more were skipped" in printed
     assert all(1 <= length <= settings.drafter.block + 1 for length in found.values())
-    # All but what evaluators decode is at Ray's endpoint, under the name of the run.
-    names = {exported(name) for name in MEASURES if "decode" not in name}
+    # All that trainers and targets show is at Ray's endpoint, under the name of the run.
+    names = {exported(name) for name in MEASURES if "decode" not in name and "length" not in name}
     assert endpoint.found.keys() >= names
     label = f'run="{(settings.output / "latest").resolve().name}"'
     assert [name for name in names if label not in endpoint.found[name]] == []
