@@ -27,6 +27,7 @@ from ray.data import ActorPoolStrategy, Dataset, ExecutionOptions, ExecutionReso
 
 from actors.reader import CacheActor
 from actors.responder import AnswerTask, ResponderActor
+from actors.shared_target import BorrowingActor
 from actors.target import ShardActor, TargetActor
 from dspark.answering import PrepareSettings
 from dspark.config import Settings
@@ -70,13 +71,24 @@ def captured_steps(
     origin: Origin,
     planned: Planned,
     keep: ShardTask | None,
+    shared: Sequence[Any] = (),
 ) -> Dataset:
     """Captured rows of the plan positions `covered`, from the window that holds `first_step` on.
 
     Each is a block, and `streaming_split` deals them to the ranks in turn. With `keep`, each window becomes a shard of
-    that cache, with the window's number.
+    that cache, with the window's number. With `shared` targets, those capture, which other runs use meanwhile.
     """
-    return _captured(settings, window_table(settings, plan, covered, first_step), origin, planned, keep)
+    window_rows = window_table(settings, plan, covered, first_step)
+    if shared:
+        return one_row_blocks(
+            window_rows,
+            BorrowingActor,
+            ahead=planned.ahead(settings, len(shared)),
+            fn_constructor_args=(tuple(shared), origin, planned.rows, planned.plan),
+            compute=row_pool(len(shared), len(shared)),
+            num_cpus=0,
+        )
+    return _captured(settings, window_rows, origin, planned, keep)
 
 
 def keep_again(

@@ -10,9 +10,10 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from copy import copy
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import psutil
@@ -20,6 +21,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from sqlalchemy.exc import SQLAlchemyError
 
 from dspark.errors import InputError, StoppedError
@@ -140,6 +142,7 @@ class Tracker:
         else:
             self._reopen(run_id)
         self.run_id: str = run_id
+        self._alive = {run_id}  # this run and those nested in it, of which each is its driver's
         self.tags(_driver_tags())
         self._ended = threading.Event()
         self._system: Any = None  # MLflow leaves its monitor untyped
@@ -172,14 +175,37 @@ class Tracker:
             self._system.finish()
         # Ray turns the signal that stops a submitted job into a SystemExit.
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit | StoppedError)
-        state = "FINISHED" if kind is None else "KILLED" if interrupted else "FAILED"
+        state: Literal["FINISHED", "FAILED", "KILLED"] = (
+            "FINISHED" if kind is None else "KILLED" if interrupted else "FAILED"
+        )
+        self.end(state)
+
+    def end(self, state: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
+        """Ends the run."""
+        self._alive.discard(self.run_id)
         self.client.set_terminated(self.run_id, status=state)
+
+    def child(self, name: str, run_id: str | None = None) -> "Tracker":
+        """A run nested in this one, or the one with `run_id` gone on with; whoever asks for it ends it."""
+        own = copy(self)
+        own._logged, own._resumed = {}, run_id is not None
+        if run_id is None:
+            tags = {**_driver_tags(), MLFLOW_PARENT_RUN_ID: self.run_id}
+            experiment = self.client.get_run(self.run_id).info.experiment_id
+            own.run_id = self.client.create_run(experiment, run_name=name, tags=tags).info.run_id
+        else:
+            own._reopen(run_id)
+            own.run_id = run_id
+            own.tags(_driver_tags())
+        self._alive.add(own.run_id)
+        return own
 
     def _show_itself(self) -> None:
         """Says from time to time that the driver lives: no process of another machine can be looked up from here."""
         while not self._ended.wait(_SEEN_EVERY_S):
             try:
-                self.tags({_SEEN: f"{time.time():.0f}"})
+                for run_id in tuple(self._alive):
+                    self.client.set_tag(run_id, _SEEN, f"{time.time():.0f}")
             except MlflowException:
                 continue  # a server that is away for a while; the next time says the same
 

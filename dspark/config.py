@@ -29,6 +29,7 @@ from dspark.sections import (
     TrackingSettings,
     ValidationSettings,
 )
+from dspark.tuning import TuneSettings
 
 
 class Settings(Section):
@@ -49,6 +50,7 @@ class Settings(Section):
     validation: ValidationSettings = ValidationSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     calibrate: CalibrateSettings = CalibrateSettings()
+    tune: TuneSettings = TuneSettings()
     tracking: TrackingSettings = TrackingSettings()
     ray: RaySettings = RaySettings()
 

@@ -102,6 +102,15 @@ def train(
 
 
 @app.command(cls=PresetCommand)
+def tune(preset: Preset, overrides: Overrides = None, resume: Resume = None, dry_run: DryRun = False) -> None:
+    """Train many drafters that differ in the settings of tune.space, and write the best preset."""
+    settings = load_settings(preset, overrides or [])
+    from jobs.tune import tune
+
+    tune(settings, resume, dry_run)
+
+
+@app.command(cls=PresetCommand)
 def evaluate(
     preset: Preset,
     drafters: Annotated[
@@ -165,8 +174,8 @@ def simulate(
 @app.command()
 def submit(
     command: Annotated[
-        Literal["run", "prepare", "capture", "train", "evaluate", "calibrate"] | None,
-        typer.Argument(metavar="COMMAND", help="run, prepare, capture, train, evaluate or calibrate."),
+        Literal["run", "prepare", "capture", "train", "tune", "evaluate", "calibrate"] | None,
+        typer.Argument(metavar="COMMAND", help="run, prepare, capture, train, tune, evaluate or calibrate."),
     ] = None,
     preset: Annotated[Path | None, typer.Argument(help="YAML file in the checkout.")] = None,
     words: Annotated[

@@ -99,6 +99,21 @@ def load_settings(preset: Path, overrides: Sequence[str], home: Path | None = No
     return settings
 
 
+def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
+    """The settings with these values by dotted key, checked as a preset and its overrides are.
+
+    Raises:
+        ValidationError: of pydantic, for whoever knows where the values come from; `fault_of` puts it into words.
+    """
+    changed: Values = settings.model_dump(mode="json")
+    home = Path.cwd()
+    for key, value in values.items():
+        keys, alone = key.split("."), Values()
+        _assign(alone, keys, value)
+        _assign(changed, keys, _lookup(_absolute(alone, home, home), keys))
+    return Settings.model_validate_json(json.dumps(changed, default=str), strict=True)
+
+
 def dump_settings(settings: Settings) -> str:
     """YAML that `load_settings` reads back as equal settings, except that secrets became `***`."""
     return yaml.dump(redacted(settings.model_dump(mode="json")), Dumper=_Dumper, sort_keys=False)
@@ -214,7 +229,7 @@ def fault_of(details: ErrorDetails) -> str:
     path = ".".join(str(part) for part in details["loc"])
     match details["type"]:
         case "extra_forbidden":
-            return f"{path}: unknown key{_nearest(path)}"
+            return f"{path}: unknown key{nearest_key(path)}"
         case "missing":
             return f"{path}: missing, it must be set"
         case "value_error":
@@ -230,7 +245,8 @@ def _needed(message: str) -> str:
     return need.removeprefix("be ") if need.startswith("be ") else f"to {need}"
 
 
-def _nearest(path: str) -> str:
+def nearest_key(path: str) -> str:
+    """Which key may have been meant, or which ones there are."""
     known = [key for key, _, _ in describe_settings()]
     sections = {key.rpartition(".")[0] for key in known} - {""}
     leaf = path.rpartition(".")[2]

@@ -3,8 +3,10 @@
 import json
 import os
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import yaml
 
@@ -18,13 +20,19 @@ from jobs.config import dump_settings
 RECORD, SETTINGS = "run.json", "settings.yaml"
 
 
+class RecordLog(Protocol):
+    """Takes the records of a training, each with its `step`."""
+
+    def records(self, records: Iterable[Mapping[str, float]]) -> None: ...
+
+
 @dataclass(frozen=True)
-class Experiment:
-    """An open run. `folder` is absolute: workers run elsewhere."""
+class Training:
+    """A drafter in the making. `folder` is absolute: workers run elsewhere."""
 
     settings: Settings
     folder: Path
-    tracker: Tracker
+    log: RecordLog
     resumed: bool
 
     @property
@@ -37,6 +45,13 @@ class Experiment:
     def drafter(self) -> Path:
         """The finished drafter in the published layout; of `dspark evaluate` the one that it measures, in its own."""
         return self.folder / "drafter"
+
+
+@dataclass(frozen=True)
+class Experiment(Training):
+    """An open run with its MLflow run, which also takes the records."""
+
+    tracker: Tracker
 
 
 def open_experiment(settings: Settings, resume: Path | None) -> Experiment:
@@ -63,7 +78,7 @@ def open_experiment(settings: Settings, resume: Path | None) -> Experiment:
     if resume is None:
         tracker.params(dotted(yaml.safe_load(dump_settings(settings))))
     _point(output / "latest", folder)
-    return Experiment(settings, folder, tracker, resume is not None)
+    return Experiment(settings, folder, tracker, resume is not None, tracker)
 
 
 def _new_folder(output: Path, name: str) -> Path:

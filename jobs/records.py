@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.util.queue import Queue
 
-from jobs.experiment import Experiment
+from jobs.experiment import Training
 from jobs.following import Following
 from jobs.progress import Stage, training_note
 
@@ -26,14 +26,14 @@ class Records:
     that they have finished since the record before.
     """
 
-    def __init__(self, experiment: Experiment, queue: Queue, bar: Stage, done: int, following: Following) -> None:
-        self.experiment, self.queue, self.bar, self.following = experiment, queue, bar, following
-        self.path = experiment.folder / HISTORY
+    def __init__(self, training: Training, queue: Queue, bar: Stage, done: int, following: Following) -> None:
+        self.training, self.queue, self.bar, self.following = training, queue, bar, following
+        self.path = training.folder / HISTORY
         # Records after the checkpoint that is resumed were made by steps that are made again.
-        self.history: list[dict[str, float]] = [entry for entry in _read(self.path) if entry["step"] <= done]
+        self.history: list[dict[str, float]] = [entry for entry in read_history(self.path) if entry["step"] <= done]
         self._write()
-        # A kill may have come between the file and MLflow.
-        experiment.tracker.records(self.history)
+        # A kill may have come between the file and MLflow, and a sweep begins its comparisons anew.
+        training.log.records(self.history)
         self.error: str | None = None
         self.worked_s = self.passed_s = 0.0  # of all targets, since the last record
         self.finished = threading.Event()
@@ -84,7 +84,7 @@ class Records:
         else:
             with self.path.open("a") as file:
                 file.writelines(json.dumps(entry) + "\n" for entry in records)
-        self.experiment.tracker.records(records)
+        self.training.log.records(records)
         self.bar.update(int(records[-1]["step"]), training_note(records[-1]))
 
     def _write(self) -> None:
@@ -94,7 +94,7 @@ class Records:
         fresh.replace(self.path)
 
 
-def _read(path: Path) -> list[dict[str, float]]:
+def read_history(path: Path) -> list[dict[str, float]]:
     """The records of a file; a line that a kill broke off has no line break and is none."""
     lines = path.read_text().split("\n") if path.exists() else [""]
     return [json.loads(line) for line in lines[:-1]]

@@ -9,10 +9,10 @@ The trainers take tables in plan order from one stream after the other, and neve
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import ray
@@ -39,10 +39,13 @@ def stream_names(settings: Settings) -> tuple[str, ...]:
 
 
 @contextmanager
-def step_streams(settings: Settings, rows: Rows, storage: str, run: str, records: Queue) -> Iterator[Streams]:
+def step_streams(
+    settings: Settings, rows: Rows, storage: str, run: str, records: Queue, shared: Sequence[Any] = ()
+) -> Iterator[Streams]:
     """The streams by name, each made when Ray Train starts the workers: a restart passes on only what is still missing.
 
-    Targets show their numbers under the name `run`, and put what part of their time they work into `records`.
+    Targets show their numbers under the name `run`, and put what part of their time they work into `records`. With
+    `shared` targets (handles of `SharedTarget`) a live stream borrows those instead of starting its own.
 
     Raises:
         InputError: the folder of `live_and_keep` is another cache, or cannot be written.
@@ -61,7 +64,7 @@ def step_streams(settings: Settings, rows: Rows, storage: str, run: str, records
         yield {"steps": partial(cached, whole)}
         return
     if settings.data.source == "live":
-        yield {"steps": lambda: captured_steps(settings, plan, whole, done(), rows.origin, planned, None)}
+        yield {"steps": lambda: captured_steps(settings, plan, whole, done(), rows.origin, planned, None, shared)}
         return
     first = range(int(np.searchsorted(plan.epochs, 0, side="right")))
     with kept_cache(settings, rows) as writer:

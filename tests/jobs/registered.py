@@ -81,7 +81,9 @@ def trained_run(settings: Settings, drafter: Drafter) -> Experiment:
 def evaluation_run(settings: Settings, drafters: Mapping[str, Path]) -> Path:
     """The folder of a finished `dspark evaluate`, its link to the first drafter included."""
     prompts = prepare_prompts(settings, load_tokenizer(settings.target))
-    task = EvaluationTask(settings.target, drafters, settings.evaluate, settings.data.max_length, None, settings.seed, "tiny")
+    task = EvaluationTask(
+        settings.target, drafters, settings.evaluate, settings.data.max_length, None, settings.seed, "tiny"
+    )
     actor, results = EvaluatorActor(task), list[PromptResult]()
     for batch in planned(settings, prompts):
         (row,) = actor(packed(batch))["results"].to_pylist()

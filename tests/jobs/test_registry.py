@@ -144,8 +144,10 @@ def test_the_gate_refuses_the_worse_version_and_a_rollback_knows_the_champion_be
 def test_versions_are_listed_as_numbers_and_compared_side_by_side(shop: Shop, dspark: Dspark) -> None:
     client = shop.registry.client
     client.create_registered_model("many")
+    source = shop.version(1).source
+    assert source is not None
     for _ in range(11):
-        client.create_model_version("many", source=shop.version(1).source, run_id=shop.runs[1])
+        client.create_model_version("many", source=source, run_id=shop.runs[1])
     code, said, _ = dspark("registry", "list", "many")
     numbers = [int(line.split()[0]) for line in said.split("many ")[1:]]
     assert code == 0 and numbers == list(range(1, 12))
