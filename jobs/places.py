@@ -1,7 +1,7 @@
 """Places of a sweep's runs, given back where Ray Train cannot do so.
 
-Ray Train removes the placement group of a run that ends by itself. Where Ray Tune ends a run, or its process dies, nobody
-is left to do it: Ray Train's own cleaner asks the dashboard, which a local Ray does not have.
+Ray Train removes the placement group of a run that ends by itself. Where Ray Tune ends a run, or its process dies,
+nobody is left to do it: Ray Train's own cleaner asks the dashboard, which a local Ray does not have.
 """
 
 import time
