@@ -15,12 +15,12 @@ export DS_ACCELERATOR ?= cpu
 endif
 
 # The target of demo and tests comes with the installation: nothing may wait for a hub.
-demo test test-faults soak readme curves bench-capture bench-cache bench-drafters bench-decode bench-stream \
+demo test test-faults soak sweep readme curves bench-capture bench-cache bench-drafters bench-decode bench-stream \
 	submitted-quickstart: export HF_HUB_OFFLINE := 1
 # Without a token, Ray writes none to the user's home. It knows `disabled` and `token`.
-test test-faults soak bench-stream: export RAY_AUTH_MODE ?= disabled
+test test-faults soak sweep bench-stream: export RAY_AUTH_MODE ?= disabled
 
-.PHONY: help readme record demo soak scaling bench-stream bench-capture bench-cache bench-decode bench-drafters bench-step record-step test \
+.PHONY: help readme record demo soak sweep scaling bench-stream bench-capture bench-cache bench-decode bench-drafters bench-step record-step test \
 	test-faults lint settings quickstart-data \
 	curves pictures screenshots submitted-quickstart kuberay-schema reference clean
 .DEFAULT_GOAL := help
@@ -85,6 +85,9 @@ bench-stream: $(STAMP) ## throughput, bounds and overhead of the stream between 
 
 soak: $(STAMP) ## ten minutes of training whose parts are killed every 20 seconds, and docs/soak.md
 	PYTHONPATH=. $(BIN)/python tests/jobs/soak.py --record
+
+sweep: $(STAMP) ## eight short trials over the quickstart's losses, in a quarter of an hour, and docs/sweep.md
+	PYTHONPATH=. $(BIN)/python benchmarks/sweep.py $(ARGS)
 
 submitted-quickstart: $(STAMP) ## submit the quickstart to a local cluster, stop it, take it up, and write docs/submitted.md
 	PYTHONPATH=. $(BIN)/python benchmarks/submitted_quickstart.py

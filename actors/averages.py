@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Self
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
+
+from actors.deepspeed_alone import DeepSpeedEngine
 
 
 def master_parts(engine: DeepSpeedEngine) -> list[Tensor]:

@@ -9,7 +9,7 @@
       progress.json       steps done, ranks, validation so far, and what a run must share to go on
 
 Every rank uploads its files; Ray Train then registers the folder in its snapshot. What is not registered, as after a
-kill in mid-save, is never loaded, and removed when the run goes on.
+kill in mid-save, is never loaded, and removed when the run goes on. `actors.retention` says which ones stay.
 """
 
 import json
@@ -22,12 +22,13 @@ import numpy as np
 import ray.train
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 from ray.train import Checkpoint, Result
 from safetensors.torch import save_file
 
 from actors.averages import Averages, used
+from actors.deepspeed_alone import DeepSpeedEngine
 from actors.resizing import check_resizable, universal_shards
+from actors.retention import LEDGER, PROGRESS, SNAPSHOT, thin_out
 from actors.task import TrainTask
 from actors.zero import whole_state
 from dspark.data.epoch_ledger import EpochLedger, Taken
@@ -35,11 +36,9 @@ from dspark.data.folder import Folder
 from dspark.errors import InputError
 from dspark.training.plateau import Plateau
 
-PROGRESS, DRAFTER, LEDGER, SETTINGS, TAG = (
-    "progress.json", "drafter.safetensors", "ledger.npz", "settings.yaml", "deepspeed",
-)  # fmt: skip
-# Ray Train's own record of registered folders; it is written in place, so a kill can leave half of one.
-SNAPSHOT, SPARE = "checkpoint_manager_snapshot.json", "checkpoint_manager_snapshot.spare.json"
+DRAFTER, SETTINGS, TAG = "drafter.safetensors", "settings.yaml", "deepspeed"
+# Ray Train writes its snapshot in place, so a kill can leave half of one.
+SPARE = "checkpoint_manager_snapshot.spare.json"
 
 
 @dataclass
@@ -82,6 +81,7 @@ def save(engine: DeepSpeedEngine, task: TrainTask, progress: Progress, averages:
         write(engine, task, progress, averages, Path(temporary))
         if dist.get_rank() == 0:
             _spare_snapshot(task.storage)
+            thin_out(task.storage, task.settings)
         metrics: dict[str, float] = {"step": progress.step, **progress.measured}
         ray.train.report(metrics, Checkpoint.from_directory(temporary), checkpoint_dir_name=name)
 
@@ -180,16 +180,6 @@ def newest_checkpoint(storage: str | Path) -> Checkpoint | None:
     if SNAPSHOT not in Folder(storage).sizes():
         return None
     return Result.from_path(str(storage)).checkpoint
-
-
-def best_checkpoint(storage: str | Path, metric: str, smaller: bool) -> Checkpoint | None:
-    """Of the registered checkpoints that carry the metric, the one with the best; of equal ones the first."""
-    measured = [
-        (metrics[metric] if smaller else -metrics[metric], checkpoint)
-        for checkpoint, metrics in Result.from_path(str(storage)).best_checkpoints or []
-        if metric in metrics
-    ]
-    return min(measured, key=lambda one: one[0])[1] if measured else None
 
 
 def settle_storage(storage: str | Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from actors.gauges import PLAIN, Gauges
 from dspark.data.conversations import Message
 from dspark.data.render import Renderer
+from dspark.decoding.differences import first_difference
 from dspark.decoding.engine import Engine, Generation, Request, Sampling
 from dspark.decoding.policies import choose_policy
 from dspark.errors import InputError
@@ -149,9 +150,16 @@ class EvaluatorActor:
                 drafter=drafter,
                 batch=one.batch,
                 turn=one.prompt.turn,
+                difference=self._difference(one, reference, speculative),
             )
             for one, reference, speculative in zip(asked, plain.generations, drafted.generations, strict=True)
         ]
+
+    def _difference(self, one: Asked, plain: Generation, speculative: Generation) -> dict[str, Any] | None:
+        if one.temperature > 0:
+            return None
+        found = first_difference(self.target, one.ids, plain.tokens, speculative.tokens)
+        return None if found is None else asdict(found)
 
     def _following(self, asked: Sequence[Asked], answers: Sequence[Generation]) -> list[Asked]:
         """The next turns, each behind the target's own answer, which is the same for every drafter."""

@@ -17,16 +17,17 @@ the seed alone nor goes on in the middle of one.
 Whoever takes results from a generator here closes it, also after an error: Ray Data cannot end it once Ray has gone.
 """
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import ray
-from ray.data import ActorPoolStrategy, DataIterator, Dataset, ExecutionOptions, ExecutionResources
+from ray.data import ActorPoolStrategy, Dataset, ExecutionOptions, ExecutionResources
 
 from actors.reader import CacheActor
 from actors.responder import AnswerTask, ResponderActor
+from actors.shared_target import BorrowingActor
 from actors.target import ShardActor, TargetActor
 from dspark.answering import PrepareSettings
 from dspark.config import Settings
@@ -37,18 +38,29 @@ from dspark.errors import InputError
 from dspark.sections import EvaluateSettings
 
 _MOST_INPUTS = 10_000
+# Rows that an actor may have yielded before they are taken up: as many as Ray Data lets it, and where rows are small so
+# many that those of all actors are a small part of what may be in flight.
+_FEWEST_AHEAD, _PART_AHEAD = 2, 1 / 8
 
 
 @dataclass(frozen=True)
 class Planned:
     """What the actors of a run look rows up in: references to the table of token rows and to the plan.
 
-    In a value of its own, since Ray resolves references only where they are arguments.
+    In a value of its own, since Ray resolves references only where they are arguments. `row_bytes` is the mean size of
+    a captured row. `records` is the run's queue of records, which targets tell of their time; None: nobody asks.
     """
 
     rows: Any
     plan: Any
+    row_bytes: float
     run: str  # the name under which their numbers are shown
+    records: Any = None
+
+    def ahead(self, settings: Settings, actors: int) -> int:
+        """Rows that each of so many actors may have yielded before they are taken up."""
+        room = settings.targets.in_flight_mb * 2**20 * _PART_AHEAD
+        return max(_FEWEST_AHEAD, min(settings.targets.window_rows, int(room / (self.row_bytes * actors))))
 
 
 def captured_steps(
@@ -59,13 +71,24 @@ def captured_steps(
     origin: Origin,
     planned: Planned,
     keep: ShardTask | None,
+    shared: Sequence[Any] = (),
 ) -> Dataset:
     """Captured rows of the plan positions `covered`, from the window that holds `first_step` on.
 
     Each is a block, and `streaming_split` deals them to the ranks in turn. With `keep`, each window becomes a shard of
-    that cache, with the window's number.
+    that cache, with the window's number. With `shared` targets, those capture, which other runs use meanwhile.
     """
-    return _captured(settings, window_table(settings, plan, covered, first_step), origin, planned, keep)
+    window_rows = window_table(settings, plan, covered, first_step)
+    if shared:
+        return one_row_blocks(
+            window_rows,
+            BorrowingActor,
+            ahead=planned.ahead(settings, len(shared)),
+            fn_constructor_args=(tuple(shared), origin, planned.rows, planned.plan),
+            compute=row_pool(len(shared), len(shared)),
+            num_cpus=0,
+        )
+    return _captured(settings, window_rows, origin, planned, keep)
 
 
 def keep_again(
@@ -85,10 +108,21 @@ def keep_again(
 def _captured(
     settings: Settings, window_rows: pa.Table, origin: Origin, planned: Planned, keep: ShardTask | None
 ) -> Dataset:
+    pool = settings.targets
     return one_row_blocks(
         window_rows,
         TargetActor,
-        fn_constructor_args=(settings.target, settings.targets, origin, planned.rows, planned.plan, keep, planned.run),
+        ahead=planned.ahead(settings, pool.max_actors or pool.actors),
+        fn_constructor_args=(
+            settings.target,
+            pool,
+            origin,
+            planned.rows,
+            planned.plan,
+            keep,
+            planned.run,
+            planned.records,
+        ),
         **target_pool(settings),
     )
 
@@ -97,11 +131,22 @@ def target_pool(settings: Settings) -> dict[str, Any]:
     """Where the targets of a stream are placed, and how many: between two numbers, as many as find a place."""
     pool = settings.targets
     return {
-        "compute": ActorPoolStrategy(min_size=pool.actors, max_size=pool.max_actors or pool.actors),
+        "compute": row_pool(pool.actors, pool.max_actors or pool.actors),
         "num_cpus": pool.cpus,
         "num_gpus": pool.gpus,
         "label_selector": settings.ray.target_labels,
     }
+
+
+def row_pool(fewest: int, most: int) -> ActorPoolStrategy:
+    """A pool whose actors yield rows, one window at a time where it does not grow.
+
+    Ray Data takes rows up when every task that it has given out has some, or after 0.1 s. Windows that wait for their
+    actor have none, so with more than one for each it is always after 0.1 s. Of a pool that grows, they say that it
+    should.
+    """
+    waiting = 1 if fewest == most else None
+    return ActorPoolStrategy(min_size=fewest, max_size=most, max_tasks_in_flight_per_actor=waiting)
 
 
 def cached_steps(
@@ -111,13 +156,14 @@ def cached_steps(
     return one_row_blocks(
         window_table(settings, plan, covered, first_step),
         CacheActor,
+        ahead=planned.ahead(settings, settings.cache.readers),
         fn_constructor_args=(
             settings.cache.address(settings.output, settings.name),
             origin,
             planned.rows,
             planned.plan,
         ),
-        compute=ActorPoolStrategy(size=settings.cache.readers),
+        compute=row_pool(settings.cache.readers, settings.cache.readers),
         num_cpus=1,
     )
 
@@ -139,8 +185,10 @@ def _numbered(some: Sequence[tuple[int, range]]) -> pa.Table:
     )
 
 
-def one_row_blocks(window_rows: pa.Table, actor: type, **options: Any) -> Dataset:
+def one_row_blocks(window_rows: pa.Table, actor: type, ahead: int = _FEWEST_AHEAD, **options: Any) -> Dataset:
     """What `actor` makes of each window (a row of `window_rows`, one a call), a block for each row that it yields.
+
+    An actor that is `ahead` rows before those that are taken up waits.
 
     A row is copied once, by its actor into the object store. `repartition`, which cuts blocks to any number of rows,
     would copy all of them once more, in tasks beside the actors. A window in one block would be more than fits in
@@ -154,6 +202,8 @@ def one_row_blocks(window_rows: pa.Table, actor: type, **options: Any) -> Datase
     captured = ray.data.from_arrow(inputs).map_batches(actor, batch_size=1, batch_format="pyarrow", **options)
     # Ray Data closes a block as soon as it has more bytes than this, and has no setting for rows.
     captured.context.target_max_block_size = 1
+    # Its default is 2, which every 0.1 s are few rows of some kilobytes; there is no public name for it.
+    captured.context._max_num_blocks_in_streaming_gen_buffer = ahead
     return captured
 
 
@@ -181,12 +231,6 @@ def written_shards(
     # Facts are handed on at once, not when they have become a block of the usual size.
     written.context.target_max_block_size = 1
     yield from written.iter_rows()
-
-
-def blocks_of(stream: DataIterator) -> Iterator[pa.Table]:
-    """The blocks of a split as they come, one asked for ahead."""
-    # Without a batch size blocks are passed on uncut; the annotation knows numbers alone.
-    return iter(stream.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1))  # type: ignore[arg-type]
 
 
 def capture_options(settings: Settings) -> ExecutionOptions:

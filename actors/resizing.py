@@ -18,9 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from deepspeed.checkpoint import ds_to_universal
-from deepspeed.runtime.engine import DeepSpeedEngine
 
+from actors.deepspeed_alone import DeepSpeedEngine
 from actors.zero import stage_of
 from dspark.errors import InputError
 from dspark.learning import TrainSettings
@@ -78,6 +77,8 @@ def _machine() -> str:
 
 
 def _convert(shards: Path, into: Path) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
     into.mkdir()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         ds_to_universal.main(

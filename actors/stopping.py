@@ -5,29 +5,12 @@
 Ranks that asked on their own could hear of it at different steps, and would then wait for each other for ever.
 """
 
-import asyncio
 from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-
-class StopActor:
-    """Holds the wish of one run."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-
-    async def ask(self) -> None:
-        """Asks all trainers of the run to stop at their next step boundary."""
-        self.asked.set()
-
-    async def wait(self) -> bool:
-        """Returns True as soon as somebody has asked."""
-        await self.asked.wait()
-        return True
 
 
 class StopWatch:

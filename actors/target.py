@@ -29,8 +29,10 @@ from dspark.target import load_target
 class TargetActor:
     """One target on one device. `rows` and `plan` are shared through the object store.
 
-    With `keep`, each window is also written to a cache, as the shard with its number. A target that cannot be had is
-    told in place of its rows: as an exception it would cost the run a restart of its trainers, and its own reason.
+    With `keep`, each window is also written to a cache, as the shard with its number. With `records`, a queue, each is
+    told with the seconds that it took, and those that it and the wait for room before it took together. A target that
+    cannot be had is told in place of its rows: as an exception it would cost the run a restart of its trainers, and its
+    own reason.
     """
 
     def __init__(
@@ -42,9 +44,10 @@ class TargetActor:
         plan: Any,
         keep: ShardTask | None,
         run: str,
+        records: Any,
     ) -> None:
         torch.set_num_threads(pool.threads)
-        self.origin, self.batch_tokens, self.keep = origin, pool.batch_tokens, keep
+        self.origin, self.batch_tokens, self.keep, self.records = origin, pool.batch_tokens, keep, records
         self.gauges = Gauges(run)
         self.rows: pa.Table = ray.get(rows)
         self.plan: Plan = ray.get(plan)
@@ -55,15 +58,24 @@ class TargetActor:
             self.fault = str(error)
         else:
             prove_capture(self.target, sample_at(self.rows, 0), origin.taps)
+        self.told = time.perf_counter()
 
     def __call__(self, window: pa.Table) -> Iterator[pa.Table]:
         """The rows of one window, a table each."""
         first, last = window.column("start")[0].as_py(), window.column("stop")[0].as_py()
+        began = time.perf_counter()
         try:
             captured = self._captured(window.column("window")[0].as_py(), slice(first, last))
         except InputError as error:
             captured = fault_table(self.origin, last - first, str(error))
+        self._tell(time.perf_counter() - began)
         yield from (captured.slice(row, 1) for row in range(captured.num_rows))
+
+    def _tell(self, worked_s: float) -> None:
+        if self.records is not None:
+            # Without waiting for the answer: that nobody listens any more is the driver's matter.
+            self.records.actor.put.remote({"worked_s": worked_s, "passed_s": time.perf_counter() - self.told})
+        self.told = time.perf_counter()
 
     def _captured(self, number: int, positions: slice) -> pa.Table:
         if self.fault is not None:

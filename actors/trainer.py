@@ -18,19 +18,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 
-import deepspeed
 import numpy as np
 import pyarrow as pa
 import ray
 import ray.train
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 
 from actors.averages import Averages, used
 from actors.checkpoints import Progress, restore, save
-from actors.pipelines import blocks_of
+from actors.deepspeed_alone import DeepSpeedEngine, deepspeed
 from actors.placement import TargetWatch, attended
+from actors.splits import blocks_of
 from actors.stopping import StopWatch
 from actors.task import TrainTask
 from actors.validation import validate

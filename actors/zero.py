@@ -4,11 +4,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
+from actors.deepspeed_alone import DeepSpeedEngine, deepspeed
 from dspark.learning import LossSettings, TrainSettings
 from dspark.training.kinds import AnyObjective
 

@@ -23,11 +23,11 @@ from typing import Any
 import pyarrow as pa
 import ray
 import torch
-from ray.data import ActorPoolStrategy
 from rich.console import Console
 from rich.table import Table
 
-from actors.pipelines import blocks_of, capture_options, one_row_blocks, window_table
+from actors.pipelines import capture_options, one_row_blocks, row_pool, window_table
+from actors.splits import blocks_of
 from actors.store import StoreUse, store_use
 from benchmarks.step_case import HIDDEN, TAPS, config_of
 from dspark.config import Settings
@@ -75,7 +75,7 @@ def streamed(
         window_table(settings, plan, range(len(plan.order)), 0),
         actor,
         fn_constructor_args=arguments,
-        compute=ActorPoolStrategy(size=actors),
+        compute=row_pool(actors, actors),
         num_cpus=1,
     )
     dataset.context.execution_options = capture_options(settings)
@@ -124,22 +124,29 @@ class Flow:
     seconds: float  # from the first row on
     most_held: int
     spilled: int
+    positions: tuple[int, ...]  # of the plan, as the rows came
+
+
+def position_of(row: pa.Table) -> int:
+    """The plan position of a row that an empty target has made."""
+    return int(row.column("sample_id")[0].as_py().removeprefix("row-"))
 
 
 def flow(settings: Settings, rows: int, row_bytes: int, pause_s: float) -> Flow:
     """Streams `rows` rows of `row_bytes`, each looked at once and followed by a pause."""
     tokens = row_bytes // (2 * HIDDEN * (1 + len(TAPS)))
     plan = make_plan(rows, 0, 1, 1, None)
-    size, began = 0, 0.0
+    size, began, positions = 0, 0.0, list[int]()
     with StoreWatch() as watch, streamed(settings, plan, EmptyTarget, (HIDDEN, tokens), 1) as stream:
         for number, row in enumerate(stream):
             began = began or time.perf_counter()
-            assert row.column("sample_id")[0].as_py() == f"row-{number}", "the stream keeps the order of the plan"
+            positions.append(position_of(row))
+            assert positions[-1] == number, "the stream keeps the order of the plan"
             size += row.nbytes if number else 0
             del row
             time.sleep(pause_s)
         seconds = time.perf_counter() - began
-    return Flow(size, seconds, watch.most, watch.spilled)
+    return Flow(size, seconds, watch.most, watch.spilled, tuple(positions))
 
 
 def steps_of(settings: Settings, plan: Plan, tokens: int) -> Callable[[Generator[pa.Table, None, None]], float]:

@@ -17,6 +17,7 @@ from dspark.calibrating import CalibrateSettings
 from dspark.kind_keys import named_unused, without_unused
 from dspark.learning import DrafterSettings, Eagle3Settings, LossSettings, TrainSettings
 from dspark.sections import (
+    NAME_PATTERN,
     Count,
     DataSettings,
     EvaluateSettings,
@@ -28,12 +29,13 @@ from dspark.sections import (
     TrackingSettings,
     ValidationSettings,
 )
+from dspark.tuning import TuneSettings
 
 
 class Settings(Section):
     """One experiment."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
     seed: Count = 42
     output: LocalPath = Field(Path("runs"), description="folder that holds one folder per run")
     target: TargetSettings
@@ -48,6 +50,7 @@ class Settings(Section):
     validation: ValidationSettings = ValidationSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     calibrate: CalibrateSettings = CalibrateSettings()
+    tune: TuneSettings = TuneSettings()
     tracking: TrackingSettings = TrackingSettings()
     ray: RaySettings = RaySettings()
 

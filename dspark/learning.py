@@ -36,7 +36,9 @@ class DrafterSettings(Section):
         description="at random, or layers as copies of the target's last ones and the Markov head from its bigrams",
     )
     start_from: LocalPath | None = Field(
-        None, description="folder of a drafter, of any layout that `dspark export` reads, whose tensors are taken over"
+        None,
+        description="folder of a drafter, of any layout that `dspark export` reads, or a registered one "
+        "(models:/NAME@champion), whose tensors are taken over",
     )
     vocab: Positive | None = Field(
         None, description="propose from the training rows' most frequent tokens alone, so many; null: from all"
@@ -132,7 +134,7 @@ class TrainSettings(Section):
     checkpoint_every: Positive = Field(3000, description="optimizer steps between checkpoints; the last step has one")
     keep_last: Positive | None = Field(None, description="newest checkpoints kept; null: 2, or 1 beside `keep_best`")
     keep_best: Positive | None = Field(
-        None, description="checkpoints with the best `validation.metric` kept beside the newest one; null: none"
+        None, description="checkpoints with the best `validation.metric` kept beside the newest ones; null: none"
     )
     storage: str | None = Field(
         None, description="folder or URI (s3://, gs://, file://) of the checkpoints; null: in the run's folder"
@@ -157,20 +159,15 @@ class TrainSettings(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _kept_by_one_rule(self) -> Self:
-        # Ray Train sorts checkpoints by age or by one score; the newest stays in any case.
-        if self.keep_best is not None and self.keep_last not in (None, 1):
-            raise ValueError(
-                f"keep_best={self.keep_best} keeps the newest checkpoint besides, and no more by age: set keep_last=1, "
-                "or keep_best=null"
-            )
-        return self
+    @property
+    def kept_by_age(self) -> int:
+        """How many of the newest checkpoints stay."""
+        return self.keep_last or (2 if self.keep_best is None else 1)
 
     @property
     def kept(self) -> int:
-        """Checkpoints that Ray Train keeps by its rule."""
-        return self.keep_best or self.keep_last or 2
+        """Most checkpoints that stay, by age or by their metric."""
+        return self.kept_by_age + (self.keep_best or 0)
 
     @property
     def share(self) -> int:

@@ -70,7 +70,17 @@ class Packed:
         return self._folded[key][1]
 
 
-def _attend(
+def attend(
+    queries_NnD: Tensor, keys_RGLD: Tensor, values_RGLD: Tensor, visible_R1QL: Tensor, scale: float, packed: Packed
+) -> Tensor:
+    """What the queries of all tokens read, each from its own row, [N, n, D]."""
+    queries_RnQD = packed.by_row(queries_NnD).transpose(1, 2)
+    bias = packed.bias(visible_R1QL, queries_RnQD.shape[1] // keys_RGLD.shape[1], queries_RnQD)
+    mixed_RQnD = grouped(queries_RnQD, keys_RGLD, values_RGLD, bias, scale).transpose(1, 2)
+    return packed.together(mixed_RQnD)
+
+
+def _attend_as_transformers(
     module: nn.Module,
     queries_1nND: Tensor,
     keys_RGLD: Tensor,
@@ -81,10 +91,7 @@ def _attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention in the form of transformers; `packed` is what the caller of the decoder gave it."""
-    queries_RnQD = packed.by_row(queries_1nND[0].transpose(0, 1)).transpose(1, 2)
-    bias = packed.bias(visible_R1QL, queries_RnQD.shape[1] // keys_RGLD.shape[1], queries_RnQD)
-    mixed_RQnD = grouped(queries_RnQD, keys_RGLD, values_RGLD, bias, scaling).transpose(1, 2)
-    return packed.together(mixed_RQnD)[None], None
+    return attend(queries_1nND[0].transpose(0, 1), keys_RGLD, values_RGLD, visible_R1QL, scaling, packed)[None], None
 
 
-AttentionInterface.register(NAME, _attend)
+AttentionInterface.register(NAME, _attend_as_transformers)

@@ -26,6 +26,11 @@ AutoPrecision = Literal["auto", "fp32", "bf16"]
 DeviceMap = Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, Count | Literal["cpu", "disk"]]
 
 
+# How the name of a registered drafter begins: models:/NAME@ALIAS or models:/NAME/NUMBER.
+REGISTERED = "models:/"
+# Of runs and registered models; they become parts of paths.
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+
 # Benchmark -> the domain over whose benchmarks tables average.
 BENCHMARKS = {
     "gsm8k": "math",
@@ -191,10 +196,14 @@ class EvaluateSettings(Section):
 class TrackingSettings(Section):
     """MLflow: where runs go, and the name under which drafters are registered."""
 
-    uri: str | None = Field(None, description="tracking URI; null: an SQLite file in `output`")
+    uri: str | None = Field(
+        None, description="tracking URI; null: MLFLOW_TRACKING_URI, or without it an SQLite file in `output`"
+    )
     experiment: str = "dspark"
-    model_name: str | None = Field(None, description="registered model; null: the preset's `name`")
-    register_model: bool = True
+    model_name: Annotated[str, Field(pattern=NAME_PATTERN)] | None = Field(
+        None, description="registered model; null: the preset's `name`"
+    )
+    register_model: bool = Field(True, description="whether `dspark run` registers its drafter")
 
 
 class RaySettings(Section):

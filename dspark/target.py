@@ -7,6 +7,7 @@ call, M cached positions, L taps, H hidden width.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from dspark.errors import InputError
 from dspark.model.families import family_of, window
 from dspark.model.vocabulary import Vocabulary
 from dspark.packed import NAME, Packed
+from dspark.packed_decoder import PackedDecoder, plain
 from dspark.sections import TargetSettings
 from dspark.target_files import (
     DTYPES,
@@ -113,6 +115,9 @@ class Target:
         Rows of unequal length are padded at the end; states of padding are meaningless and never read by real tokens.
         With `packed` B = 1, the tokens stand as it says, and rows, positions and what they see come from it.
         """
+        if packed is not None and self.packed_decoder is not None:
+            assert cache is not None, "packed tokens are computed into a cache"
+            return self._packed_states(input_ids_BQ, taps, packed, cache, self.packed_decoder)
         if packed is not None:
             positions_BQ, visible_B1QM = packed.positions_N[None], packed.visible()
         held: dict[int, Tensor] = {}
@@ -137,6 +142,27 @@ class Target:
         final = output.last_hidden_state.to(self.device)
         joined = torch.cat([held[tap].to(self.device) for tap in taps], dim=-1) if taps else final[..., :0]
         return TargetStates(joined, final)
+
+    @cached_property
+    def decoding_vocabulary(self) -> Vocabulary:
+        """The vocabulary for passes of a few rows."""
+        return self.vocabulary.for_few_rows()
+
+    @cached_property
+    def packed_decoder(self) -> PackedDecoder | None:
+        """The decoder for packed tokens; None: transformers' own computes them, since some layer is of another make."""
+        fits = self.family.layers_alike and plain(self.decoder, self.device, self.dtype)
+        return PackedDecoder(self.decoder) if fits else None
+
+    def _packed_states(
+        self, ids_1N: Tensor, taps: Sequence[int], packed: Packed, cache: Cache, decoder: PackedDecoder
+    ) -> TargetStates:
+        masks = self._masks(packed.visible(), packed.positions_RQ, cache)
+        kinds: Any = getattr(self.config, "layer_types", None)
+        visible = [masks[kind] for kind in kinds] if isinstance(masks, dict) else [masks] * self.layers
+        held, final_NH = decoder(self.vocabulary.embed(ids_1N[0]), taps, packed, visible, cache)
+        joined = torch.cat([held[tap] for tap in taps], dim=-1) if taps else final_NH[:, :0]
+        return TargetStates(joined[None], final_NH[None])
 
     def _masks(self, visible_B1QM: Tensor | None, positions_BQ: Tensor | None, cache: Cache | None) -> Any:
         """What the decoder takes as attention mask: one for all layers, or one for each kind of layer."""

@@ -16,9 +16,20 @@ Preset = Annotated[Path, typer.Argument(help="YAML file with the settings of one
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over the preset's, such as loss.l1=0.9.")
 ]
-Checkpoint = Annotated[Path, typer.Argument(help="Folder of a drafter, in any of the layouts of `export`.")]
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(
+        help="Folder of a drafter, in any of the layouts of `export`, or models:/NAME@champion, models:/NAME/NUMBER."
+    ),
+]
 TargetName = Annotated[str, typer.Option(help="Local folder, hub id, or smollm2-135m-instruct.")]
 Resume = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of an interrupted run to go on with.")]
+Store = Annotated[
+    str | None,
+    typer.Option(
+        "--uri", envvar="MLFLOW_TRACKING_URI", show_default="sqlite:///runs/mlflow.db", help="MLflow store to look in."
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the settings and the plan, touch nothing.")]
 
 

@@ -19,7 +19,9 @@ from dspark.data.cache import CacheWriter, check_room
 from dspark.data.folder import Folder
 from dspark.data.manifest import Manifest
 from dspark.errors import InputError
+from dspark.redaction import redacted
 from jobs.capturing import Capture, check_resumed, measured_rate, plan_capture, print_capture
+from jobs.checkpoints import with_local_start
 from jobs.config import check_files
 from jobs.progress import stage
 from jobs.session import ray_session
@@ -34,6 +36,7 @@ def capture(settings: Settings, resume: str | None, dry_run: bool, estimate: boo
         InputError: anything that a user, a file or the machine can mend; finished shards stay.
     """
     console = Console()
+    settings = with_local_start(settings)
     check_files(settings)
     work = plan_capture(settings, resume)
     if resume is not None:
@@ -101,7 +104,7 @@ def finish(work: Capture, writer: CacheWriter) -> Manifest:
 
 def _print_result(console: Console, work: Capture, manifest: Manifest) -> None:
     def line(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(redacted(text), markup=False, soft_wrap=True)
 
     if manifest.skipped:
         where = Folder(work.address).where(SKIPPED)

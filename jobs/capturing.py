@@ -20,6 +20,7 @@ from dspark.data.folder import Folder
 from dspark.data.manifest import MANIFEST, Setting
 from dspark.data.plan import padded_share, planned_batches
 from dspark.errors import InputError
+from dspark.redaction import redacted
 from dspark.target_files import settled
 from jobs.rows import Rows, prepare_rows
 
@@ -138,7 +139,7 @@ def print_capture(console: Console, work: Capture, rate: float | None) -> None:
         "bytes": f"{per_token:,} per token, {plain / 1e9:,.3f} GB plain; about {expected / 1e9:,.3f} GB with {stored}, "
         f"in {len(work.shards):,} shards",
         "free": "not known on this file system" if free is None else f"{free / 1e9:,.1f} GB",
-        "folder": work.address,
+        "folder": redacted(work.address),
     }
     if rate is not None:
         lines["time"] = f"about {tokens / rate / 60:,.1f} minutes at {rate:,.0f} tokens/s, measured just now"

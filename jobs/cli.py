@@ -5,7 +5,10 @@ A module is imported when its command runs, so that `dspark --help` needs neithe
 
 import shlex
 import sys
+import threading
+import traceback
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Literal
 
 import typer
@@ -13,10 +16,13 @@ from rich.console import Console
 from rich.text import Text
 
 from dspark.errors import InputError, StoppedError
+from dspark.redaction import redacted
 from jobs.arguments import Checkpoint, DryRun, Overrides, Preset, PresetCommand, Resume, is_override
 from jobs.cache import commands as cache_commands
+from jobs.checkpoints import local_checkpoint
 from jobs.config import load_settings
 from jobs.file_commands import commands as file_commands
+from jobs.registry import commands as registry_commands
 from jobs.uploading import in_submitted_job
 
 # The exit code for "try again" in sysexits.h: schedulers tell it from a failure.
@@ -30,6 +36,7 @@ app = typer.Typer(
 )
 app.add_typer(file_commands)
 app.add_typer(cache_commands, name="cache")
+app.add_typer(registry_commands, name="registry")
 
 
 @app.command(cls=PresetCommand)
@@ -95,13 +102,23 @@ def train(
 
 
 @app.command(cls=PresetCommand)
+def tune(preset: Preset, overrides: Overrides = None, resume: Resume = None, dry_run: DryRun = False) -> None:
+    """Train many drafters that differ in the settings of tune.space, and write the best preset."""
+    settings = load_settings(preset, overrides or [])
+    from jobs.tune import tune
+
+    tune(settings, resume, dry_run)
+
+
+@app.command(cls=PresetCommand)
 def evaluate(
     preset: Preset,
     drafters: Annotated[
         list[str],
         typer.Argument(
             metavar="DRAFTER... [KEY=VALUE]...",
-            help="Folders of drafters, in any of the layouts of `export`; and settings over the preset's.",
+            help="Folders of drafters, in any of the layouts of `export`, or models:/NAME@champion, "
+            "models:/NAME/NUMBER; and settings over the preset's.",
         ),
     ],
     resume: Resume = None,
@@ -115,7 +132,7 @@ def evaluate(
         raise InputError("`dspark evaluate` needs at least one DRAFTER: the folder of a checkpoint, behind the preset")
     from jobs.evaluate import evaluate
 
-    evaluate(settings, folders, resume, dry_run)
+    evaluate(settings, [local_checkpoint(folder, settings) for folder in folders], resume, dry_run)
 
 
 @app.command(cls=PresetCommand)
@@ -132,7 +149,7 @@ def calibrate(
     settings = load_settings(preset, overrides or [])
     from jobs.calibrate import calibrate
 
-    calibrate(settings, checkpoint, profile, dry_run)
+    calibrate(settings, local_checkpoint(checkpoint, settings), profile, dry_run)
 
 
 @app.command()
@@ -157,8 +174,8 @@ def simulate(
 @app.command()
 def submit(
     command: Annotated[
-        Literal["run", "prepare", "capture", "train", "evaluate", "calibrate"] | None,
-        typer.Argument(metavar="COMMAND", help="run, prepare, capture, train, evaluate or calibrate."),
+        Literal["run", "prepare", "capture", "train", "tune", "evaluate", "calibrate"] | None,
+        typer.Argument(metavar="COMMAND", help="run, prepare, capture, train, tune, evaluate or calibrate."),
     ] = None,
     preset: Annotated[Path | None, typer.Argument(help="YAML file in the checkout.")] = None,
     words: Annotated[
@@ -203,18 +220,28 @@ def command_main(name: str) -> None:
 
 
 def _run(arguments: list[str]) -> None:
+    sys.excepthook = _print_defect
+    threading.excepthook = lambda ended: _print_defect(
+        ended.exc_type, ended.exc_value or ended.exc_type(), ended.exc_traceback
+    )
     try:
         app(arguments, prog_name="dspark")
     except StoppedError as error:
         submitted = ["submit"] if in_submitted_job() else []
-        command = shlex.join(["dspark", *submitted, *_without_resume(arguments), "--resume", error.folder])
+        words = ["dspark", *submitted, *_without_resume(arguments), "--resume", error.folder]
+        command = redacted(shlex.join(words))
         Console(stderr=True, highlight=False).print(f"{error}; to go on: {command}", soft_wrap=True, markup=False)
         sys.exit(STOPPED)
     except InputError as error:
         # Ray hands over an error of an actor with a traceback as its text; the error itself is the cause.
-        cause = getattr(error, "cause", error)
-        Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(cause)), soft_wrap=True)
+        cause = redacted(str(getattr(error, "cause", error)))
+        Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), cause), soft_wrap=True)
         sys.exit(2)
+
+
+def _print_defect(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A traceback without secrets: the messages of clients hold the addresses that they asked."""
+    sys.stderr.write(redacted("".join(traceback.format_exception(kind, error, trace))))
 
 
 def _without_resume(arguments: list[str]) -> list[str]:

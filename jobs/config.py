@@ -18,7 +18,8 @@ from pydantic_core import ErrorDetails
 from dspark.config import Settings
 from dspark.data.files import SUFFIXES
 from dspark.errors import InputError
-from dspark.sections import Section
+from dspark.redaction import redacted
+from dspark.sections import REGISTERED, Section
 from jobs.uploading import check_outputs, in_submitted_job
 
 Values = dict[str, Any]
@@ -98,8 +99,23 @@ def load_settings(preset: Path, overrides: Sequence[str], home: Path | None = No
     return settings
 
 
+def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
+    """The settings with these values by dotted key, checked as a preset and its overrides are.
+
+    Raises:
+        ValidationError: of pydantic, for whoever knows where the values come from; `fault_of` puts it into words.
+    """
+    changed: Values = settings.model_dump(mode="json")
+    home = Path.cwd()
+    for key, value in values.items():
+        keys, alone = key.split("."), Values()
+        _assign(alone, keys, value)
+        _assign(changed, keys, _lookup(_absolute(alone, home, home), keys))
+    return Settings.model_validate_json(json.dumps(changed, default=str), strict=True)
+
+
 def dump_settings(settings: Settings) -> str:
-    """YAML that `load_settings` reads back as equal settings, except that passwords in URIs became `***`."""
+    """YAML that `load_settings` reads back as equal settings, except that secrets became `***`."""
     return yaml.dump(redacted(settings.model_dump(mode="json")), Dumper=_Dumper, sort_keys=False)
 
 
@@ -123,7 +139,7 @@ def check_files(settings: Settings) -> None:
     if folder is not None and not folder.is_dir():
         faults.append(f"evaluate.benchmarks: there is no folder {folder}")
     start = settings.drafter.start_from
-    if start is not None and not start.is_dir():
+    if start is not None and not str(start).startswith(REGISTERED) and not start.is_dir():
         faults.append(f"drafter.start_from: there is no folder {start}")
     if faults:
         raise InputError("; ".join(faults) + ": correct the path or make the data first")
@@ -191,7 +207,7 @@ def _absolute(values: Values, folder: Path, home: Path) -> Values:
     """The values with their paths made absolute; what is no text is left for the validation to refuse."""
     for keys, start in _PATHS.items():
         found = _lookup(values, keys)
-        if not isinstance(found, str) or "://" in found:
+        if not isinstance(found, str) or "://" in found or found.startswith(REGISTERED):
             continue
         path = os.path.normpath((home if start == "home" else folder) / Path(found).expanduser())
         # A target or source that is not written as a path is a hub id or a known name.
@@ -213,7 +229,7 @@ def fault_of(details: ErrorDetails) -> str:
     path = ".".join(str(part) for part in details["loc"])
     match details["type"]:
         case "extra_forbidden":
-            return f"{path}: unknown key{_nearest(path)}"
+            return f"{path}: unknown key{nearest_key(path)}"
         case "missing":
             return f"{path}: missing, it must be set"
         case "value_error":
@@ -229,7 +245,8 @@ def _needed(message: str) -> str:
     return need.removeprefix("be ") if need.startswith("be ") else f"to {need}"
 
 
-def _nearest(path: str) -> str:
+def nearest_key(path: str) -> str:
+    """Which key may have been meant, or which ones there are."""
     known = [key for key, _, _ in describe_settings()]
     sections = {key.rpartition(".")[0] for key in known} - {""}
     leaf = path.rpartition(".")[2]
@@ -245,16 +262,3 @@ def _nearest(path: str) -> str:
 def _shown(value: Any) -> str:
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
-
-
-def redacted(value: Any) -> Any:
-    """Settings with `***` for the passwords and tokens in their URIs."""
-    if isinstance(value, Mapping):
-        return {key: redacted(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [redacted(inner) for inner in value]
-    if not isinstance(value, str):
-        return value
-    # user:password@host, where digits and a slash after the colon are a port; and ?password=..., &token=...
-    value = re.sub(r"(://[^/\s:@]*):(?!\d+/)\S+@", r"\1:***@", value)
-    return re.sub(r"(?i)([?&][\w.-]*(?:password|passwd|token|secret|api_?key)=)[^&\s#]+", r"\1***", value)

@@ -3,26 +3,36 @@
 import json
 import os
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import yaml
 
 from actors.tracking import Tracker
 from dspark.config import Settings, dotted
 from dspark.errors import InputError
-from jobs.config import dump_settings, redacted
+from dspark.redaction import redacted
+from jobs.commit import git_commit
+from jobs.config import dump_settings
 
-_RECORD = "run.json"
+RECORD, SETTINGS = "run.json", "settings.yaml"
+
+
+class RecordLog(Protocol):
+    """Takes the records of a training, each with its `step`."""
+
+    def records(self, records: Iterable[Mapping[str, float]]) -> None: ...
 
 
 @dataclass(frozen=True)
-class Experiment:
-    """An open run. `folder` is absolute: workers run elsewhere."""
+class Training:
+    """A drafter in the making. `folder` is absolute: workers run elsewhere."""
 
     settings: Settings
     folder: Path
-    tracker: Tracker
+    log: RecordLog
     resumed: bool
 
     @property
@@ -37,6 +47,13 @@ class Experiment:
         return self.folder / "drafter"
 
 
+@dataclass(frozen=True)
+class Experiment(Training):
+    """An open run with its MLflow run, which also takes the records."""
+
+    tracker: Tracker
+
+
 def open_experiment(settings: Settings, resume: Path | None) -> Experiment:
     """A new run folder `output/name-time`, or the one to resume; `output/latest` points to it.
 
@@ -46,20 +63,22 @@ def open_experiment(settings: Settings, resume: Path | None) -> Experiment:
     output = settings.output.resolve()
     if resume is not None:
         folder = resume.resolve()
-        if not (folder / _RECORD).is_file():
-            raise InputError(f"--resume {resume}: no {_RECORD} there, so it is no run folder: name one under {output}")
-        run_id = json.loads((folder / _RECORD).read_text())["mlflow_run_id"]
+        if not (folder / RECORD).is_file():
+            raise InputError(f"--resume {resume}: no {RECORD} there, so it is no run folder: name one under {output}")
+        run_id = json.loads((folder / RECORD).read_text())["mlflow_run_id"]
     else:
         folder, run_id = _new_folder(output, settings.name), None
     tracker = Tracker(settings.tracking, output, folder.name, run_id)
-    (folder / "settings.yaml").write_text(dump_settings(settings))
-    (folder / _RECORD).write_text(
-        json.dumps({"mlflow_run_id": tracker.run_id, "mlflow_uri": redacted(tracker.uri)}, indent=1)
-    )
+    commit = git_commit()
+    record = {"mlflow_run_id": tracker.run_id, "mlflow_uri": redacted(tracker.uri), "git_commit": commit}
+    (folder / SETTINGS).write_text(dump_settings(settings))
+    (folder / RECORD).write_text(json.dumps(record, indent=1))
+    if commit is not None:
+        tracker.tags({"mlflow.source.git.commit": commit})  # MLflow's own name: its pages show it
     if resume is None:
         tracker.params(dotted(yaml.safe_load(dump_settings(settings))))
     _point(output / "latest", folder)
-    return Experiment(settings, folder, tracker, resume is not None)
+    return Experiment(settings, folder, tracker, resume is not None, tracker)
 
 
 def _new_folder(output: Path, name: str) -> Path:

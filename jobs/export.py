@@ -104,7 +104,9 @@ def _verifier(found: Checkpoint, to: str, target: str | None, config: Any) -> Ve
 
 
 def _card_data(found: Checkpoint, checkpoint: Path, out: Path, to: str, licences: Licences) -> CardData:
-    run = checkpoint.absolute().parent
+    # A registered drafter brings settings and numbers along; else they lie in the folder of the run around it.
+    own = any((checkpoint / name).is_file() for name in ("settings.yaml", RESULT))
+    run = checkpoint if own else checkpoint.absolute().parent
     return CardData(
         title=out.absolute().name,
         layout=to,

@@ -7,11 +7,11 @@ from safetensors.torch import load
 
 from actors.checkpoints import (
     DRAFTER,
-    best_checkpoint,
     finished_steps,
     newest_checkpoint,
     read_file,
 )
+from actors.retention import best_checkpoint
 from dspark.config import Settings
 from dspark.model.checkpoints import save_drafter
 from dspark.target_files import DTYPES, load_vocabulary, load_whole_config

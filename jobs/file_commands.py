@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from jobs.arguments import Checkpoint, DryRun, TargetName, exit_unless
+from jobs.checkpoints import local_checkpoint
 
 commands = typer.Typer()
 
@@ -98,7 +99,7 @@ def generate(
         calibration=calibration,
         dtype=dtype,
     )
-    generate(checkpoint, prompt, file, chat, wish)
+    generate(local_checkpoint(checkpoint), prompt, file, chat, wish)
 
 
 @commands.command()
@@ -134,7 +135,35 @@ def export(
     from jobs.export import export
 
     licences = Licences(drafter_license, target_license, data_license)
-    export(checkpoint, out, to, source, target, licences, push_to_hub, dry_run)
+    export(local_checkpoint(checkpoint), out, to, source, target, licences, push_to_hub, dry_run)
+
+
+@commands.command()
+def register(
+    checkpoint: Checkpoint,
+    name: Annotated[str, typer.Option(help="Registered model; made where it is missing.")],
+    evaluation: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            show_default="of the run that the checkpoint lies in",
+            help="Run folder with a finished evaluation of this drafter.",
+        ),
+    ] = None,
+    uri: Annotated[
+        str | None,
+        typer.Option(
+            envvar="MLFLOW_TRACKING_URI",
+            show_default="that of the checkpoint's run, else sqlite:///runs/mlflow.db",
+            help="MLflow store.",
+        ),
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Make a drafter the next version of a registered model, with card, signature, acceptance and its run."""
+    from jobs.register import register
+
+    register(checkpoint, name, evaluation, uri, dry_run)
 
 
 @commands.command()

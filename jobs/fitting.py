@@ -1,21 +1,19 @@
 """Training: captured rows stream to Ray Train workers, from targets or a cache; the driver keeps the records."""
 
 import json
-import threading
-from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import ray
-from ray.train import Checkpoint, CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train import Checkpoint, DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from actors.checkpoints import (
-    LEDGER,
     finished_steps,
     newest_checkpoint,
     progress_of,
@@ -24,11 +22,13 @@ from actors.checkpoints import (
     settle_storage,
 )
 from actors.pipelines import capture_options, check_store
-from actors.stopping import StopActor
+from actors.retention import LEDGER, checkpoint_rule, thin_out
+from actors.shared_target import Common
+from actors.stop_actor import StopActor
 from actors.target import BigramActor
-from actors.task import TrainTask
+from actors.task import TrainTask, Validation
 from actors.trainer import train_rank
-from actors.validation import captured_validation
+from actors.validation_rows import captured_validation
 from dspark.config import Settings
 from dspark.data.cache import bytes_per_token
 from dspark.data.epoch_ledger import EpochLedger, Tally
@@ -36,16 +36,14 @@ from dspark.data.plan import largest_step
 from dspark.data.rows import sample_at, supervised_counts
 from dspark.errors import InputError, StoppedError
 from jobs.config import dump_settings
-from jobs.experiment import Experiment
+from jobs.experiment import Experiment, Training
 from jobs.exporting import export_drafter
 from jobs.following import Following
 from jobs.progress import not_finite, stage, which_side
 from jobs.records import Records
 from jobs.rows import Rows
-from jobs.signals import stop_signals
+from jobs.signals import attended_work, stop_signals
 from jobs.streams import Streams, step_streams, stream_names
-
-_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -64,51 +62,75 @@ def fit_drafter(experiment: Experiment, rows: Rows, console: Console) -> Fitted:
         InputError: a checkpoint of other settings, or the first cause of a failure that a setting can mend.
         StoppedError: a signal asked for it, and the run has saved where it is.
     """
-    settings, plan = experiment.settings, rows.plan
-    storage = experiment.checkpoints
+    fitted = train_drafter(experiment, rows, console)
+    export_drafter(experiment, rows)
+    return fitted
+
+
+def train_drafter(training: Training, rows: Rows, console: Console, common: Common | None = None) -> Fitted:
+    """As `fit_drafter`, but leaves the trained weights in the checkpoint; `common` is given to trials of a sweep."""
+    settings, plan = training.settings, rows.plan
+    storage = training.checkpoints
     settle_storage(storage)
     # On the driver's node: one that is lost must not take the records or the wish to stop along.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     queue = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
-    flag: Any = ray.remote(num_cpus=0)(StopActor).options(scheduling_strategy=here).remote()
+    flag: Any = (
+        ray.remote(num_cpus=0)(StopActor).options(scheduling_strategy=here).remote() if common is None else common.stop
+    )
     checkpoint = newest_checkpoint(storage)
     done, over = finished_steps(checkpoint), checkpoint is not None and progress_of(checkpoint)["over"]
-    if experiment.resumed:
+    if training.resumed:
         console.print(f"resumed at step {done}" if done else "no checkpoint yet: the run begins anew", highlight=False)
-    start = None if done or settings.drafter.init == "random" else _bigrams(settings, rows)
+    start = None
+    if not done and settings.drafter.init == "target":
+        start = target_bigrams(settings, rows) if common is None else common.bigrams
     task = TrainTask(
         settings, rows.draft, plan, rows.sample_ids, rows.origin, rows.kept, start, queue, rows.start,
-        stream_names(settings), storage, dump_settings(settings), flag, run=experiment.folder.name,
+        stream_names(settings), storage, dump_settings(settings), flag, run=training.folder.name,
+        places=None if common is None else common.places,
     )  # fmt: skip
     resumable_steps(checkpoint, task)
     check_store(settings, held_bytes(rows))
+    targets = () if common is None else common.targets
     if not over and rows.validation is not None:
-        task = replace(task, validation=captured_validation(settings, rows.validation, rows.origin))
+        task = replace(task, validation=_validation(settings, rows.validation, rows, common))
     with (
-        step_streams(settings, rows, storage, experiment.folder.name) as streams,
+        step_streams(settings, rows, storage, training.folder.name, queue, targets) as streams,
         stage(console, "train", plan.steps) as bar,
-        Records(experiment, queue, bar, done, Following(experiment, rows, console)) as records,
+        Records(training, queue, bar, done, Following(training, rows, console)) as records,
         stop_signals(console) as asked,
     ):
         if not over:
-            _fit(_trainer(settings, task, storage, streams), asked, flag)
+            attended_work(_trainer(settings, task, storage, streams).fit, asked, flag.ask.remote)
     if records.error is not None:
         raise InputError(records.error)
+    thin_out(storage, settings)
     for said in (which_side(records.history, settings), not_finite(records.history)):
         if said is not None:
             console.print(said, soft_wrap=True)
-    checkpoint = newest_checkpoint(storage)
+    return _fitted(training, rows, console, records.history)
+
+
+def _fitted(training: Training, rows: Rows, console: Console, history: list[dict[str, float]]) -> Fitted:
+    """What a training that has ended leaves behind; raises StoppedError if steps are missing."""
+    checkpoint = newest_checkpoint(training.checkpoints)
     if checkpoint is None:
-        raise RuntimeError(f"training ended without a checkpoint in {storage}")
+        raise RuntimeError(f"training ended without a checkpoint in {training.checkpoints}")
     facts = progress_of(checkpoint)
     if not facts["over"]:
         raise StoppedError(
-            f"stopped at step {facts['step']} of {plan.steps}, with a checkpoint", str(experiment.folder)
+            f"stopped at step {facts['step']} of {rows.plan.steps}, with a checkpoint", str(training.folder)
         )
-    ledger = _balance(experiment, rows, checkpoint)
+    ledger = _balance(training, rows, checkpoint)
     console.print(f"ledger: {ledger}", highlight=False)
-    export_drafter(experiment, rows)
-    return Fitted(facts["step"], records.history, ledger)
+    return Fitted(facts["step"], history, ledger)
+
+
+def _validation(settings: Settings, measured: pa.Table, rows: Rows, common: Common | None) -> Validation:
+    if common is None:
+        return captured_validation(settings, measured, rows.origin)
+    return common.validation[settings.train.workers * settings.train.micro_batch]
 
 
 def held_bytes(rows: Rows) -> int:
@@ -117,30 +139,7 @@ def held_bytes(rows: Rows) -> int:
     return 2 * largest_step(rows.plan, lengths) * bytes_per_token(rows.origin)
 
 
-def _fit(trainer: TorchTrainer, asked: threading.Event, flag: Any) -> None:
-    """Runs Ray Train beside this thread, which passes on the wish to stop.
-
-    In the main thread Ray Train takes SIGINT for itself and aborts, and no handler runs while it waits.
-    """
-    ended: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            ended.set_result(trainer.fit())
-        except BaseException as error:
-            ended.set_exception(error)
-
-    threading.Thread(target=run, name="ray-train", daemon=True).start()
-    told = False
-    while not ended.done():
-        if asked.is_set() and not told:
-            flag.ask.remote()
-            told = True
-        wait([ended], timeout=_LOOK_S)
-    ended.result()
-
-
-def _balance(experiment: Experiment, rows: Rows, checkpoint: Checkpoint) -> Tally:
+def _balance(training: Training, rows: Rows, checkpoint: Checkpoint) -> Tally:
     """What was trained beside what was planned, also in `ledger.json`, by epoch.
 
     Raises:
@@ -150,7 +149,7 @@ def _balance(experiment: Experiment, rows: Rows, checkpoint: Checkpoint) -> Tall
     epochs = EpochLedger.load(read_file(checkpoint, LEDGER)).tallies(rows.plan, steps)
     total = sum(epochs.values(), Tally())
     found = {"steps": steps, **asdict(total), "epochs": {epoch: asdict(one) for epoch, one in epochs.items()}}
-    (experiment.folder / "ledger.json").write_text(json.dumps(found, indent=1) + "\n")
+    (training.folder / "ledger.json").write_text(json.dumps(found, indent=1) + "\n")
     if total.missing or total.repeated:
         raise RuntimeError(f"the ledger does not balance after {steps} steps: {total}")
     return total
@@ -158,7 +157,6 @@ def _balance(experiment: Experiment, rows: Rows, checkpoint: Checkpoint) -> Tall
 
 def _trainer(settings: Settings, task: TrainTask, storage: str, streams: Streams) -> TorchTrainer:
     parent, _, name = storage.rpartition("/")
-    wanted = settings.validation
     return TorchTrainer(
         train_rank,
         train_loop_config={"task": task},
@@ -172,18 +170,14 @@ def _trainer(settings: Settings, task: TrainTask, storage: str, streams: Streams
             name=name,
             storage_path=parent,
             failure_config=FailureConfig(max_failures=settings.train.max_failures),
-            checkpoint_config=CheckpointConfig(
-                num_to_keep=settings.train.kept,
-                checkpoint_score_attribute=f"val_{wanted.metric}" if settings.train.keep_best else None,
-                checkpoint_score_order="min" if wanted.smaller else "max",
-            ),
+            checkpoint_config=checkpoint_rule(settings),
         ),
         datasets=dict(streams),
         dataset_config=DataConfig(execution_options=capture_options(settings), enable_shard_locality=False),
     )
 
 
-def _bigrams(settings: Settings, rows: Rows) -> Any:
+def target_bigrams(settings: Settings, rows: Rows) -> Any:
     """A reference to the target's bigrams of the supervised tokens, after the prompt of the first row.
 
     A target is needed even where the states come from a cache: those stand behind whole texts, and a bigram is what

@@ -16,7 +16,7 @@ from actors.gauges import Gauges
 from actors.step_evaluator import StepEvaluator, StepTask
 from dspark.config import Settings
 from dspark.target_files import load_tokenizer
-from jobs.experiment import Experiment
+from jobs.experiment import Training
 from jobs.rows import Rows, prepare_prompts
 
 # What a measurement that runs when training ends may still take.
@@ -28,9 +28,9 @@ WHILE_TRAINED = "in training"
 class Following:
     """Drafters that are offered and their measurements; without `evaluate.every` it is never offered any."""
 
-    def __init__(self, experiment: Experiment, rows: Rows, console: Console) -> None:
-        self.experiment, self.console = experiment, console
-        self.task = None if experiment.settings.evaluate.every is None else _task(experiment.settings, rows)
+    def __init__(self, training: Training, rows: Rows, console: Console) -> None:
+        self.training, self.console = training, console
+        self.task = None if training.settings.evaluate.every is None else _task(training.settings, rows)
         self.actor: Any = None
         self.next: tuple[int, Mapping[str, Tensor]] | None = None
         self.running: tuple[int, Any] | None = None
@@ -76,8 +76,8 @@ class Following:
             return
         self.measured += 1
         if found is not None:
-            self.experiment.tracker.records([{"step": step, "eval_acceptance_length": found}])
-            Gauges(self.experiment.folder.name).set("dspark_acceptance_length", found, drafter=WHILE_TRAINED)
+            self.training.log.records([{"step": step, "eval_acceptance_length": found}])
+            Gauges(self.training.folder.name).set("dspark_acceptance_length", found, drafter=WHILE_TRAINED)
 
 
 def _task(settings: Settings, rows: Rows) -> StepTask:

@@ -10,8 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dspark.config import Settings
 
-# Shares of the trainers' time spent waiting above which the targets, and below which the trainers are the slower side.
-_MUCH_WAITING, _LITTLE_WAITING = 0.2, 0.02
+# Share of its time that one side waits above which the other one is too slow.
+_MUCH_WAITING = 0.2
 # Where no terminal shows a moving bar, a line is printed each time this share of the work is done.
 _LINE_SHARE = 0.1
 # Time that is left is worth saying from here on.
@@ -79,22 +79,22 @@ def not_finite(history: Sequence[Mapping[str, float]]) -> str | None:
 
 
 def which_side(history: Sequence[Mapping[str, float]], settings: Settings) -> str | None:
-    """Which side of the stream to grow, from the trainers' share of time spent waiting; None where both keep pace.
-
-    The first record is left out if there are others: its wait is that for targets to load.
-    """
-    shares = [record["waiting_share"] for record in history if "waiting_share" in record]
-    shares = shares[1:] or shares
-    if not shares:
-        return None
-    waiting = sum(shares) / len(shares)
-    cached = settings.data.source == "cache"
-    if waiting > _MUCH_WAITING:
+    """Which side of the stream to grow, from the shares of time that both spend waiting; None where both keep pace."""
+    trainers, targets = (_mean_share(history, name) for name in ("waiting_share", "targets_waiting_share"))
+    if trainers > max(_MUCH_WAITING, targets):
+        cached = settings.data.source == "cache"
         grow = "cache.readers" if cached else "targets.actors (or max_actors), or give each target more threads or GPUs"
-        return f"the trainers waited {waiting:.0%} of their time for captured states: raise {grow}"
-    if waiting < _LITTLE_WAITING and not cached:
+        return f"the trainers waited {trainers:.0%} of their time for captured states: raise {grow}"
+    if targets > _MUCH_WAITING:
         return (
-            f"the trainers waited {waiting:.0%} of their time, so the targets wait for them: raise train.workers (or "
-            "their threads or GPUs), or give some of the targets' devices to them"
+            f"the targets waited {targets:.0%} of their time for the trainers: raise train.workers (or their threads "
+            "or GPUs), or give some of the targets' devices to them"
         )
     return None
+
+
+def _mean_share(history: Sequence[Mapping[str, float]], name: str) -> float:
+    """The first of several is left out: it holds the wait for the other side to start."""
+    shares = [record[name] for record in history if name in record]
+    shares = shares[1:] or shares
+    return sum(shares) / max(1, len(shares))

@@ -1,7 +1,8 @@
 """Makes the quickstart's conversations again: `make quickstart-data`.
 
     platform/data/prompts.yaml -> training prompts -> the target's own greedy answers -> quickstart.jsonl
-                               -> held-out prompts ---------------------------------> quickstart_held_out.jsonl
+                               -> held-out prompts -> of some, its answers ---------> quickstart_validation.jsonl
+                                                   -> the others, prompts alone ----> quickstart_held_out.jsonl
 
 Answers that the token limit cut off are marked (`finish: length`), so that no row teaches an end that the target never
 wrote.
@@ -12,6 +13,7 @@ import multiprocessing
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,27 +31,43 @@ from dspark.target import Target, load_target
 from jobs.progress import stage
 
 DATA = Path("platform/data")
-SEED, TRAIN_PER_DOMAIN, HELD_OUT_PER_DOMAIN = 0, 800, 20
+SEED, TRAIN_PER_DOMAIN, HELD_OUT_PER_DOMAIN, VALIDATION_PER_DOMAIN = 0, 800, 20, 16
+DOMAINS = 3
 MAX_NEW_TOKENS, BATCH, TASK = 64, 48, 96
 
 
 def main() -> None:
-    """Writes both files; the training file only when every answer is there."""
+    """Writes all files; those with answers only when every answer is there."""
     console = Console()
-    train, held_out = expand_prompts(DATA / "prompts.yaml", SEED, TRAIN_PER_DOMAIN, HELD_OUT_PER_DOMAIN)
+    train, held_out, validation = prompts()
     _write(DATA / "quickstart_held_out.jsonl", (_row(prompt) for prompt in held_out))
     quickstart.ensure_dense_copy()
+    for name, asked in (("quickstart_validation", validation), ("quickstart", train)):
+        rows = _answered(asked, console)
+        _write(DATA / f"{name}.jsonl", rows)
+        cut = sum("finish" in row for row in rows)
+        console.print(f"{name}: {len(rows)} conversations, {cut} of them cut after {MAX_NEW_TOKENS} tokens")
+
+
+def prompts() -> tuple[list[Prompt], list[Prompt], list[Prompt]]:
+    """(training, held-out, validation); the last two have templates in common, and no text."""
+    least = HELD_OUT_PER_DOMAIN + VALIDATION_PER_DOMAIN
+    train, others = expand_prompts(DATA / "prompts.yaml", SEED, TRAIN_PER_DOMAIN, least)
+    cut = DOMAINS * HELD_OUT_PER_DOMAIN
+    named = [replace(prompt, id=prompt.id.replace("held-", "validation-")) for prompt in others[cut:]]
+    return train, others[:cut], named
+
+
+def _answered(asked: list[Prompt], console: Console) -> list[dict[str, Any]]:
     # What is decoded together does not depend on the number of processes, so neither do the answers.
-    tasks = [train[at : at + TASK] for at in range(0, len(train), TASK)]
+    tasks = [asked[at : at + TASK] for at in range(0, len(asked), TASK)]
     rows: list[dict[str, Any]] = []
     context = multiprocessing.get_context("spawn")
-    with stage(console, "answers", len(train)) as bar, ProcessPoolExecutor(os.cpu_count(), context) as pool:
+    with stage(console, "answers", len(asked)) as bar, ProcessPoolExecutor(os.cpu_count(), context) as pool:
         for answered in pool.map(answer, tasks):
             rows += answered
             bar.update(len(rows))
-    _write(DATA / "quickstart.jsonl", rows)
-    cut = sum("finish" in row for row in rows)
-    console.print(f"{len(rows)} conversations, {cut} of them cut after {MAX_NEW_TOKENS} tokens")
+    return rows
 
 
 @cache

@@ -1,13 +1,18 @@
-"""What trainers report while they train: history, tracking, progress bar, and drafters to be measured meanwhile."""
+"""What is reported while a drafter is trained: history, tracking, progress bar, and drafters to be measured meanwhile.
+
+trainers, every `log_every` steps -> a record ┐
+targets, every window -> seconds of work      ┴-> queue -> `history.jsonl`, MLflow, the line of progress
+"""
 
 import json
 import threading
+from pathlib import Path
 from queue import Empty
 from typing import Any
 
 from ray.util.queue import Queue
 
-from jobs.experiment import Experiment
+from jobs.experiment import Training
 from jobs.following import Following
 from jobs.progress import Stage, training_note
 
@@ -15,15 +20,22 @@ HISTORY = "history.jsonl"
 
 
 class Records:
-    """Takes records from rank 0 while training runs: shows them, writes them to MLflow and to `history.jsonl`."""
+    """Takes records from rank 0 while training runs: shows them, writes them to MLflow and to `history.jsonl`.
 
-    def __init__(self, experiment: Experiment, queue: Queue, bar: Stage, done: int, following: Following) -> None:
-        self.experiment, self.queue, self.bar, self.following = experiment, queue, bar, following
-        self.path = experiment.folder / HISTORY
+    A record also says what share of their time the targets waited for room (`targets_waiting_share`), in the windows
+    that they have finished since the record before.
+    """
+
+    def __init__(self, training: Training, queue: Queue, bar: Stage, done: int, following: Following) -> None:
+        self.training, self.queue, self.bar, self.following = training, queue, bar, following
+        self.path = training.folder / HISTORY
         # Records after the checkpoint that is resumed were made by steps that are made again.
-        self.history: list[dict[str, float]] = [entry for entry in _read(self.path) if entry["step"] <= done]
-        self.path.write_text("".join(json.dumps(entry) + "\n" for entry in self.history))
+        self.history: list[dict[str, float]] = [entry for entry in read_history(self.path) if entry["step"] <= done]
+        self._write()
+        # A kill may have come between the file and MLflow, and a sweep begins its comparisons anew.
+        training.log.records(self.history)
         self.error: str | None = None
+        self.worked_s = self.passed_s = 0.0  # of all targets, since the last record
         self.finished = threading.Event()
         self.thread = threading.Thread(target=self._follow, name="records", daemon=True)
 
@@ -54,17 +66,35 @@ class Records:
         for entry in records:
             if "drafter" in entry:
                 self.following.offer(entry["step"], entry["drafter"])
-        records = [entry for entry in records if "drafter" not in entry]
+            elif "worked_s" in entry:
+                self.worked_s += entry["worked_s"]
+                self.passed_s += entry["passed_s"]
+            elif self.passed_s:
+                entry["targets_waiting_share"] = 1 - self.worked_s / self.passed_s
+                self.worked_s = self.passed_s = 0.0
+        records = [entry for entry in records if not {"drafter", "worked_s"} & entry.keys()]
         if not records:
             return
         # A restarted trainer group repeats the steps after its checkpoint; the later record holds.
         first = min(int(entry["step"]) for entry in records)
-        self.history = [entry for entry in self.history if entry["step"] < first] + records
-        with self.path.open("a") as file:
-            file.writelines(json.dumps(entry) + "\n" for entry in records)
-        self.experiment.tracker.records(records)
+        kept = [entry for entry in self.history if entry["step"] < first]
+        repeats, self.history = len(kept) < len(self.history), kept + records
+        if repeats:
+            self._write()
+        else:
+            with self.path.open("a") as file:
+                file.writelines(json.dumps(entry) + "\n" for entry in records)
+        self.training.log.records(records)
         self.bar.update(int(records[-1]["step"]), training_note(records[-1]))
 
+    def _write(self) -> None:
+        """Replaces the file by the history, whole or not at all."""
+        fresh = self.path.with_name(f".{self.path.name}.part")
+        fresh.write_text("".join(json.dumps(entry) + "\n" for entry in self.history))
+        fresh.replace(self.path)
 
-def _read(path: Any) -> list[dict[str, float]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+def read_history(path: Path) -> list[dict[str, float]]:
+    """The records of a file; a line that a kill broke off has no line break and is none."""
+    lines = path.read_text().split("\n") if path.exists() else [""]
+    return [json.loads(line) for line in lines[:-1]]

@@ -1,4 +1,4 @@
-"""What a run leaves behind for people: results, report, numbers, MLflow artifacts and a registered model version."""
+"""What a run leaves behind for people: results, report, numbers and MLflow artifacts."""
 
 import csv
 import json
@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from actors.tracking import Tracker
 from dspark.config import Settings
-from dspark.evaluation.metrics import PromptResult, summarise
+from dspark.evaluation.metrics import PromptResult
 from dspark.evaluation.report import ReportData, write_report
-from dspark.evaluation.summary import SECTIONS, main_results
+from dspark.evaluation.summary import SECTIONS
+from dspark.redaction import redacted
 from dspark.target_files import fingerprint, resolve
 from jobs.config import dump_settings
 from jobs.results import RESULTS
@@ -43,7 +44,7 @@ def write_results(
     facts: Mapping[str, str],
 ) -> Path:
     """Writes `result.json`, `results.csv` and the report beside `results.jsonl`; returns the report's path."""
-    command = " ".join(["dspark", *sys.argv[1:]])
+    command = typed_command()
     (folder / RESULT).write_text(json.dumps({**result, "command": command}, indent=1) + "\n")
     with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -62,6 +63,12 @@ def write_results(
             commands=[command],
         ),
     )
+
+
+def typed_command() -> str:
+    """The command that made this process, without secrets."""
+    command: str = redacted(" ".join(["dspark", *sys.argv[1:]]))
+    return command
 
 
 def _lines(result: Mapping[str, Any]) -> Iterator[list[Any]]:
@@ -121,24 +128,10 @@ def machine_facts() -> dict[str, str]:
     }
 
 
-def register_drafter(
-    tracker: Tracker, settings: Settings, drafter: Path, results: Sequence[PromptResult], facts: Mapping[str, str]
-) -> int | None:
-    """Registers the drafter with its identity and acceptance as tags; None where `tracking.register_model` is off."""
-    if not settings.tracking.register_model:
-        return None
-    tags = {key.replace(" ", "_"): value for key, value in facts.items()}
-    for name, summary in summarise(main_results(results)).items():
-        length = summary["overall"]["acceptance_length"]
-        if length is not None:
-            tags[f"acceptance_length.{name}"] = f"{length:.4f}"
-    return tracker.register(settings.tracking.model_name or settings.name, drafter, tags)
-
-
 def track_results(tracker: Tracker, folder: Path, result: Mapping[str, Any], report: Path, step: int) -> None:
     """Final numbers as metrics, and everything readable as artifacts."""
     numbers = {name: value for name, value in _numbers(result).items() if name != "model_version"}
-    tracker.records([{"step": step, **numbers}])
+    tracker.results(numbers, step)
     for path in (folder / "settings.yaml", folder / RESULT, folder / RESULTS, folder / TABLE, report):
         tracker.artifact(path)
     if (folder / "plots").is_dir():

@@ -71,11 +71,7 @@ def prepare_rows(settings: Settings) -> Rows:
             too many positions.
     """
     config = load_config(settings.target)
-    draft = drafter_config(config, settings)
-    start = None
-    if settings.drafter.start_from is not None:
-        read_start(settings.drafter.start_from, draft)
-        start = fingerprint(settings.drafter.start_from)
+    draft, start = _drafter_of(settings)
     data = settings.data
     if data.max_length > config.max_position_embeddings:
         raise InputError(
@@ -102,15 +98,50 @@ def prepare_rows(settings: Settings) -> Rows:
         address = settings.cache.address(settings.output, settings.name)
         rendered, unusable = held_by_cache(address, origin, rendered, conversations.rows)
         dropped += unusable
-    train = settings.train
-    plan = make_plan(len(rendered.samples), settings.seed, train.epochs, train.global_batch, train.max_steps)
     table = rows_table(rendered.samples)
-    kept = None
-    if draft.draft_vocab < draft.vocab:
-        counts = supervised_counts(table, draft.vocab)
-        kept = keep_tokens(counts, draft.draft_vocab, special_tokens(config, tokenizer))
     measured = None if data.validation is None else _validation_rows(settings, renderer, mark, table)
-    return Rows(table, dropped, plan, draft, origin, kept, start, measured)
+    return Rows(
+        table, dropped, _plan_of(settings, table), draft, origin, _kept_tokens(settings, draft, table), start, measured
+    )
+
+
+def replanned(rows: Rows, settings: Settings) -> Rows:
+    """The same rows for another drafter or training: `settings` differ in nothing that rows are made from.
+
+    Raises:
+        InputError: the drafter does not fit the target or its checkpoint.
+    """
+    draft, start = _drafter_of(settings)
+    same = draft.draft_vocab == rows.draft.draft_vocab
+    return replace(
+        rows,
+        plan=_plan_of(settings, rows.table),
+        draft=draft,
+        origin=replace(rows.origin, taps=draft.taps),
+        kept=rows.kept if same else _kept_tokens(settings, draft, rows.table),
+        start=start,
+    )
+
+
+def _drafter_of(settings: Settings) -> tuple[AnyConfig, str | None]:
+    """The architecture, and the fingerprint of the checkpoint that it starts from."""
+    draft, start = drafter_config(load_config(settings.target), settings), settings.drafter.start_from
+    if start is None:
+        return draft, None
+    read_start(start, draft)
+    return draft, fingerprint(start)
+
+
+def _plan_of(settings: Settings, table: pa.Table) -> Plan:
+    train = settings.train
+    return make_plan(table.num_rows, settings.seed, train.epochs, train.global_batch, train.max_steps)
+
+
+def _kept_tokens(settings: Settings, draft: AnyConfig, table: pa.Table) -> NDArray[np.int64] | None:
+    if draft.draft_vocab == draft.vocab:
+        return None
+    special = special_tokens(load_config(settings.target), load_tokenizer(settings.target))
+    return keep_tokens(supervised_counts(table, draft.vocab), draft.draft_vocab, special)
 
 
 def _validation_rows(settings: Settings, renderer: Renderer, mark: str, trained: pa.Table) -> pa.Table:

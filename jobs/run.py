@@ -12,12 +12,15 @@ from rich.console import Console
 from dspark.config import Settings
 from dspark.evaluation.summary import result_json
 from dspark.target_files import load_tokenizer, settled
+from jobs.checkpoints import with_local_start
 from jobs.config import check_files
 from jobs.evaluating import check_identical, evaluate_drafters
 from jobs.experiment import Experiment, open_experiment
 from jobs.fitting import fit_drafter
+from jobs.measured import Measured
 from jobs.preflight import check_machine, print_plan
-from jobs.reporting import register_drafter, run_facts, track_results, write_results
+from jobs.register import register_run
+from jobs.reporting import run_facts, track_results, typed_command, write_results
 from jobs.results import ResultsFile, description_of
 from jobs.rows import PromptRows, Rows, prepare_prompts, prepare_rows
 from jobs.session import ray_session
@@ -32,6 +35,7 @@ def run(settings: Settings, resume: Path | None, dry_run: bool) -> None:
     """
     started = time.perf_counter()
     console = Console()
+    settings = with_local_start(settings)
     check_files(settings)
     settings = settled(settings)
     rows = prepare_rows(settings)
@@ -65,9 +69,11 @@ def _run(experiment: Experiment, rows: Rows, prompts: PromptRows, console: Conso
     }
     facts = run_facts(settings, rows)
     tokenizer = load_tokenizer(settings.target)
-    version = register_drafter(tracker, settings, experiment.drafter, results, facts)
-    result = result_json(results, seconds, fitted.steps, version, fitted.history, settings.seed)
+    result = result_json(results, seconds, fitted.steps, None, fitted.history, settings.seed)
     result |= {"ledger": asdict(fitted.ledger)}
+    if settings.tracking.register_model:
+        numbers = {"command": typed_command(), **result["drafters"]["drafter"]}
+        result["model_version"] = register_run(experiment, Measured(file.description, results, numbers))
     report = write_results(folder, settings, tokenizer, results, fitted.history, result, facts)
     track_results(tracker, folder, result, report, fitted.steps)
     print_results(console, result)

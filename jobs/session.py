@@ -66,22 +66,31 @@ def ray_session(settings: Settings, booked: Mapping[str, float] | None = None) -
         needed = {**booked, "CPU": booked["CPU"] + _DATA_CPUS}
     if mine:
         _start(settings, needed["CPU"])
-    context = DataContext.get_current()
-    bars = context.enable_progress_bars
-    context.enable_progress_bars = False  # the commands show their own, one for the whole stage
     try:
-        _check_room(needed, ray.cluster_resources())
-        yield
+        with quiet_ray():
+            _check_room(needed, ray.cluster_resources())
+            yield
     finally:
-        context.enable_progress_bars = bars
         if mine:
             ray.shutdown()
 
 
+@contextmanager
+def quiet_ray() -> Iterator[None]:
+    """Ray's libraries say no more than warnings: the commands show their own bar, one for the whole stage."""
+    for name in ("ray.data", "ray.train", "ray.tune"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    context = DataContext.get_current()
+    bars = context.enable_progress_bars
+    context.enable_progress_bars = False
+    try:
+        yield
+    finally:
+        context.enable_progress_bars = bars
+
+
 def _start(settings: Settings, cpus: float) -> None:
     wanted = settings.ray
-    for name in ("ray.data", "ray.train"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     if wanted.address == "local":
         if wanted.dashboard_port is not None:
             _check_port(wanted.dashboard_port)

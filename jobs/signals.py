@@ -2,7 +2,8 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_LOOK_S = 0.2
 
 
 @contextmanager
@@ -41,3 +43,26 @@ def stop_signals(console: Console) -> Iterator[threading.Event]:
         yield asked
     finally:
         restore()
+
+
+def attended_work(work: Callable[[], Any], asked: threading.Event, tell: Callable[[], Any]) -> None:
+    """Runs `work` beside this thread, which calls `tell` once when the wish to stop is there; raises what it raises.
+
+    In the main thread Ray Train and Ray Tune take SIGINT for themselves and abort, and no handler runs while they wait.
+    """
+    ended: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(work())
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name="ray-work", daemon=True).start()
+    told = False
+    while not ended.done():
+        if asked.is_set() and not told:
+            tell()
+            told = True
+        wait([ended], timeout=_LOOK_S)
+    ended.result()

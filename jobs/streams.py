@@ -9,19 +9,20 @@ The trainers take tables in plan order from one stream after the other, and neve
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import ray
 from ray.data import Dataset
+from ray.util.queue import Queue
 
 from actors.checkpoints import finished_steps, newest_checkpoint
 from actors.pipelines import Planned, cached_steps, captured_steps, keep_again
 from dspark.config import Settings
-from dspark.data.cache import CacheWriter, check_room, expected_bytes
+from dspark.data.cache import CacheWriter, bytes_per_token, check_room, expected_bytes
 from dspark.data.codecs import Codec
 from dspark.data.manifest import Setting
 from dspark.data.plan import windows
@@ -38,8 +39,13 @@ def stream_names(settings: Settings) -> tuple[str, ...]:
 
 
 @contextmanager
-def step_streams(settings: Settings, rows: Rows, storage: str, run: str) -> Iterator[Streams]:
+def step_streams(
+    settings: Settings, rows: Rows, storage: str, run: str, records: Queue, shared: Sequence[Any] = ()
+) -> Iterator[Streams]:
     """The streams by name, each made when Ray Train starts the workers: a restart passes on only what is still missing.
+
+    Targets show their numbers under the name `run`, and put what part of their time they work into `records`. With
+    `shared` targets (handles of `SharedTarget`) a live stream borrows those instead of starting its own.
 
     Raises:
         InputError: the folder of `live_and_keep` is another cache, or cannot be written.
@@ -52,12 +58,13 @@ def step_streams(settings: Settings, rows: Rows, storage: str, run: str) -> Iter
     def cached(covered: range) -> Dataset:
         return cached_steps(settings, plan, covered, done(), rows.origin, planned)
 
-    planned = Planned(ray.put(rows.table), ray.put(plan), run)
+    row_bytes = rows.tokens * bytes_per_token(rows.origin) / rows.table.num_rows
+    planned = Planned(ray.put(rows.table), ray.put(plan), row_bytes, run, records)
     if settings.data.source == "cache":
         yield {"steps": partial(cached, whole)}
         return
     if settings.data.source == "live":
-        yield {"steps": lambda: captured_steps(settings, plan, whole, done(), rows.origin, planned, None)}
+        yield {"steps": lambda: captured_steps(settings, plan, whole, done(), rows.origin, planned, None, shared)}
         return
     first = range(int(np.searchsorted(plan.epochs, 0, side="right")))
     with kept_cache(settings, rows) as writer:

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, TypeVar
 from rich.console import Console
 
 from dspark.errors import InputError
+from dspark.redaction import redacted
 from jobs.arguments import is_override
+from jobs.commit import VARIABLE, git_commit
 from jobs.config import load_settings
 from jobs.uploading import check_inputs, check_outputs, collect_upload
 
@@ -61,7 +63,7 @@ def submit(
         for path, size in sorted(upload.files.items()):
             console.print(f"{size:>10,}  {path}", highlight=False, soft_wrap=True)
     console.print(f"upload: {len(upload.files)} files, {upload.total:,} bytes", highlight=False)
-    console.print(f"entrypoint: {entrypoint}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"entrypoint: {redacted(entrypoint)}", highlight=False, soft_wrap=True, markup=False)
     if dry_run:
         return 0
     job = f"dspark-{command}-{uuid.uuid4().hex[:12]}"
@@ -159,11 +161,14 @@ def follow(client: "JobSubmissionClient", job: str, console: Console) -> int:
 
 
 def _send(client: "JobSubmissionClient", job: str, entrypoint: str, root: Path) -> None:
+    variables = dict(JOB_ENVIRONMENT)
+    if (commit := git_commit()) is not None:
+        variables[VARIABLE] = commit
     try:
         client.submit_job(
             entrypoint=entrypoint,
             submission_id=job,
-            runtime_env={"working_dir": str(root), "env_vars": JOB_ENVIRONMENT},
+            runtime_env={"working_dir": str(root), "env_vars": variables},
         )
     except RuntimeError as error:
         # The try before this one arrived, though its answer did not.

@@ -1,6 +1,6 @@
 """What a run prints at its end: the numbers of each drafter, and how sure the differences between drafters are."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +11,7 @@ from dspark.evaluation.definitions import DEFINITIONS
 from dspark.evaluation.summary import SECTIONS
 
 Row = Mapping[str, Any]
+_SHOWN = 5  # texts that differ from plain decoding, those with the widest gaps
 
 
 def print_results(console: Console, result: Mapping[str, Any]) -> None:
@@ -31,6 +32,19 @@ def print_results(console: Console, result: Mapping[str, Any]) -> None:
             of = f", {name}" if len(drafters) > 1 else ""
             counts = greedy["overall"]["identical"]
             console.print(f"identical to plain decoding at temperature 0{of}: {counts[0]} of {counts[1]}")
+            _print_differences(console, greedy["overall"]["differences"])
+
+
+def _print_differences(console: Console, differences: Sequence[Row]) -> None:
+    for one in differences[:_SHOWN]:
+        console.print(
+            f"  {one['id']} differs from token {one['place']} on, where the top-2 gap is {one['gap']:.3g} "
+            f"({one['roundings']:.1f} roundings)"
+        )
+    if len(differences) > _SHOWN:
+        console.print(f"  and {len(differences) - _SHOWN} more with narrower gaps, in result.json")
+    if differences:
+        console.print(f"[dim]{DEFINITIONS['differences']}")
 
 
 def print_comparison(console: Console, comparison: Mapping[str, Mapping[str, Row]]) -> None:

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from dspark.config import Settings
 from dspark.target_files import settled
+from jobs.checkpoints import with_local_start
 from jobs.config import check_files
 from jobs.experiment import open_experiment
 from jobs.fitting import fit_drafter
@@ -17,6 +18,7 @@ from jobs.session import ray_session
 def train(settings: Settings, resume: Path | None, dry_run: bool) -> None:
     """Trains a drafter and leaves it in the run's folder; with `dry_run` only says what would happen."""
     console = Console()
+    settings = with_local_start(settings)
     check_files(settings)
     settings = settled(settings)
     rows = prepare_rows(settings)

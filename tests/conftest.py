@@ -1,9 +1,15 @@
 """One local Ray and one tiny experiment for all tests of actors and jobs."""
 
+import atexit
 import json
 import os
 import random
+import shutil
+import sqlite3
+import tempfile
 from collections.abc import Iterator
+from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,10 @@ from tests.tiny import MASK_ID, tiny_target_folder
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+# Ray Train looks at its workers every two seconds; a run of tests has hardly more work than that between checkpoints.
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+# One process less for every run: no machine of these tests announces that it will go.
+os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 
 # How long an example takes says something of the machine, not of the code.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -64,6 +74,27 @@ def write_conversations(path: Path, count: int, seed: int = 0) -> Path:
     return path
 
 
+@cache
+def _empty_store() -> Path:
+    """An MLflow store with one experiment and no runs: MLflow takes seconds to make one."""
+    from mlflow import MlflowClient
+
+    file = Path(tempfile.mkdtemp()) / "mlflow.db"
+    atexit.register(shutil.rmtree, file.parent)
+    MlflowClient(f"sqlite:///{file}").create_experiment("dspark", artifact_location="file:///nowhere")
+    return file
+
+
+def _own_store(folder: Path) -> str:
+    """The URI of a copy, whose experiment keeps its artifacts in the same folder."""
+    file = folder.resolve() / "mlflow.db"
+    shutil.copy(_empty_store(), file)
+    with closing(sqlite3.connect(file)) as store, store:
+        place = (file.parent / "mlartifacts").as_uri()
+        store.execute("UPDATE experiments SET artifact_location = ? WHERE name = 'dspark'", (place,))
+    return f"sqlite:///{file}"
+
+
 def tiny_preset(folder: Path, target: Path, rows: int = 33, **sections: Any) -> Path:
     """A preset that trains a tiny drafter in seconds; `sections` replace single keys of its sections."""
     values: dict[str, Any] = {
@@ -95,6 +126,7 @@ def tiny_preset(folder: Path, target: Path, rows: int = 33, **sections: Any) -> 
             "max_failures": 0,
         },
         "evaluate": {"actors": 1, "max_new_tokens": 8, "prompts_t0": 4, "prompts_t1": 2},
+        "tracking": {"uri": _own_store(folder)},
         "ray": {"object_store_mb": 128},
     }
     for section, keys in sections.items():

@@ -43,7 +43,7 @@ def test_commands_and_settings_on_a_page_exist(page: Path) -> None:
     for words in commands_of(page):
         preset = parsed(words).get("preset")
         if preset is not None:
-            preset = ROOT / (QUICKSTART if preset.stem.upper() == "PRESET" else preset)
+            preset = ROOT / (QUICKSTART if preset.stem.upper() in ("PRESET", "BEST") else preset)
             load_settings(preset, [word for word in words if is_override(word)])
 
 
@@ -85,7 +85,7 @@ def test_documented_dry_runs_run_and_touch_nothing(
         code = cli.app(words if at_root else [tiny.get(word, word) for word in words], standalone_mode=False)
         assert not code and capsys.readouterr().out, words
         ran.add(words[0])
-    assert ran == {"run", "train", "capture", "prepare", "evaluate", "export", "submit"}
+    assert ran == {"run", "train", "capture", "prepare", "evaluate", "export", "submit", "tune"}
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -75,6 +75,16 @@ def test_imports_go_one_way(package: str) -> None:
     assert found == []
 
 
+def test_deepspeed_is_imported_in_one_place_which_leaves_mlflow_out() -> None:
+    found = {
+        file.name
+        for file in sources(*PACKAGES)
+        for node in tree(file).body
+        if not isinstance(node, Function) and "deepspeed" in {name for _, name in imports(node)}
+    }
+    assert found == {"deepspeed_alone.py"}
+
+
 def test_no_file_is_too_long() -> None:
     found = [
         place(file, length)

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dspark.decoding.kv import by_position, context_store
+from dspark.decoding.kv import context_store
 from dspark.decoding.proposer import Proposal
 from dspark.decoding.sampling import Sampler
 from dspark.model.attention import Sight
 from dspark.model.eagle3 import Eagle3Drafter
+from dspark.model.few_rows import lay_out
 from dspark.model.vocabulary import Vocabulary
 
 
@@ -25,7 +26,8 @@ class ChainProposer:
     """An EAGLE-3 drafter with the rows of every text that is being decoded."""
 
     def __init__(self, drafter: Eagle3Drafter, vocabulary: Vocabulary, rows: int) -> None:
-        self.drafter, self.vocabulary = drafter, vocabulary.narrowed(drafter.kept)
+        lay_out(drafter)
+        self.drafter, self.vocabulary = drafter, vocabulary.narrowed(drafter.kept).for_few_rows()
         head = vocabulary.head_VH
         self.store = context_store(drafter.config, rows, head.device, head.dtype)
         # Feature of each row's last committed position, from which drafting starts.
@@ -39,7 +41,7 @@ class ChainProposer:
         feature_NH = self.drafter.features(taps_NLH)
         joined_N2H = self.drafter.join(feature_NH, self.vocabulary.embed(following_N))
         new = self.drafter.key_values(joined_N2H[None], positions_N[None])
-        self.store.write(0, rows_N[None], positions_N[None], by_position(new))
+        self.store.write(0, self.store.places(rows_N, positions_N), new)
         last_N = torch.ones_like(rows_N, dtype=torch.bool)
         last_N[:-1] = rows_N[1:] != rows_N[:-1]
         self.last_RH[rows_N[last_N]] = feature_NH[last_N]

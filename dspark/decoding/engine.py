@@ -82,7 +82,7 @@ class Engine:
         self.policy, self.temperatures = policy, temperatures
         self.target, self.batch, self.max_length = target, batch, max_length
         self.store = target_store(target.config, batch, target.device, target.dtype)
-        self.proposer = None if drafter is None else _proposer(drafter, target.vocabulary, batch)
+        self.proposer = None if drafter is None else _proposer(drafter, target.decoding_vocabulary, batch)
         self.taps = drafter.config.taps if drafter is not None else ()
         self.seconds = Seconds()
         self._busy = False
@@ -176,7 +176,9 @@ class Engine:
             states = self.target.states(ids_RP, self.taps, positions_RP, cache=cache)
             last_RH = states.final[torch.arange(len(rows)), torch.tensor(lengths) - 1]
             sampler = Sampler([row.place for row in rows], device)
-            verdict = sampler.judge(self.target.vocabulary.logits(last_RH[:, None]), ids_RP[:, :0], [0] * len(rows))
+            verdict = sampler.judge(
+                self.target.decoding_vocabulary.logits(last_RH[:, None]), ids_RP[:, :0], [0] * len(rows)
+            )
             for row, token in zip(rows, verdict.following.tolist(), strict=True):
                 row.begin(token)
             if self.proposer:
@@ -240,7 +242,7 @@ class Engine:
         ids_1N = torch.tensor([ids], device=self.target.device)
         cache = AimedCache(self.store, PackedAim(packed))
         states = self.target.states(ids_1N, self.taps, cache=cache, packed=packed)
-        return states, packed.by_row(self.target.vocabulary.logits(states.final[0]))
+        return states, packed.by_row(self.target.decoding_vocabulary.logits(states.final[0]))
 
     def _observe(
         self, taps_NLH: Tensor, rows: Mapping[int, Progress], starts: Sequence[int], firsts: Sequence[int], slot: int

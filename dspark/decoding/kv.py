@@ -23,15 +23,11 @@ from dspark.packed import Packed
 _GRAIN = 64
 
 
-def by_position(new: KeyValues) -> KeyValues:
-    """Keys and values [..., G, positions, D] as a store takes them, [..., positions, G, D]."""
-    return KeyValues(new.keys.transpose(-3, -2), new.values.transpose(-3, -2))
-
-
 class Store:
     """Keys and values [R, G, M, D] of every layer of a model; M grows only by `reserve`.
 
-    `shapes` holds (G, D) of each layer; G = 0 for a layer that keeps nothing.
+    `shapes` holds (G, D) of each layer; G = 0 for a layer that keeps nothing. In memory a position's heads stand
+    together, so that a position is written as one piece.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, int]], rows: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -50,15 +46,20 @@ class Store:
         width = -(-length // _GRAIN) * _GRAIN
         for number, (keys, _) in enumerate(self.layers):
             rows, heads, _, head_dim = keys.shape
-            shape = (rows, heads, width, head_dim)
+            shape = (rows, width, heads, head_dim)
             # Zeros, not uninitialised memory: a masked NaN value would still spoil an attention sum.
-            self.layers[number] = KeyValues(keys.new_zeros(shape), keys.new_zeros(shape))
+            both = KeyValues(keys.new_zeros(shape), keys.new_zeros(shape))
+            self.layers[number] = KeyValues(*(part.transpose(1, 2) for part in both))
 
-    def write(self, layer: int, rows: Tensor, positions: Tensor, new: KeyValues) -> None:
-        """Keys and values [..., G, D] of one layer, at rows and positions: index tensors that broadcast to [...]."""
-        keys, values = self.layers[layer]
-        keys[rows, :, positions] = new.keys
-        values[rows, :, positions] = new.values
+    def places(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Where `write` finds rows and positions, index tensors that broadcast to N numbers in all, until `reserve`."""
+        return (rows * self.width + positions).flatten()
+
+    def write(self, layer: int, places_N: Tensor, new: KeyValues) -> None:
+        """Keys and values [..., G, positions, D] of one layer, N positions in all, at these places."""
+        for held, part in zip(self.layers[layer], new, strict=True):
+            flat = held.transpose(1, 2).flatten(0, 1)
+            flat.index_copy_(0, places_N, part.transpose(-3, -2).reshape(len(places_N), *flat.shape[1:]))
 
     def view(self, layer: int, first: int, count: int, length: int) -> KeyValues:
         """Rows first .. first+count-1 of one layer up to `length`, without a copy: [count, G, length, D]."""
@@ -68,11 +69,10 @@ class Store:
     def rooms(self, rows_R1: Tensor, positions_RQ: Tensor, length: int) -> list[Room]:
         """All layers for a pass of a drafter over the store's first rows, whose own keys belong at these positions."""
 
+        places_N = self.places(rows_R1, positions_RQ)
+
         def room(layer: int) -> Room:
-            return Room(
-                self.view(layer, 0, len(rows_R1), length),
-                lambda own: self.write(layer, rows_R1, positions_RQ, by_position(own)),
-            )
+            return Room(self.view(layer, 0, len(rows_R1), length), lambda own: self.write(layer, places_N, own))
 
         return [room(layer) for layer in range(len(self.layers))]
 
@@ -130,22 +130,21 @@ class AimedCache(Cache):
     """A target's store in the form that transformers takes, for one forward."""
 
     def __init__(self, store: Store, aim: Aim) -> None:
-        super().__init__(layers=[_AimedLayer(store, number, aim) for number in range(len(store.layers))])
+        places_N = store.places(aim.rows_BQ, aim.positions_BQ)
+        super().__init__(layers=[_AimedLayer(store, number, aim, places_N) for number in range(len(store.layers))])
 
 
 class _AimedLayer(CacheLayerMixin):
     """One layer, as transformers' attention calls it."""
 
-    def __init__(self, store: Store, number: int, aim: Aim) -> None:
+    def __init__(self, store: Store, number: int, aim: Aim, places_N: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.store, self.number, self.aim = store, number, aim
+        self.store, self.number, self.aim, self.places_N = store, number, aim, places_N
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Writes [B, G, Q, D] where the forward aims and returns what it may look at, views [B, G, L, D]."""
-        aim = self.aim
-        new = by_position(KeyValues(key_states, value_states))
-        self.store.write(self.number, aim.rows_BQ, aim.positions_BQ, new)
-        return self.store.view(self.number, aim.first, aim.count, aim.length)
+        self.store.write(self.number, self.places_N, KeyValues(key_states, value_states))
+        return self.store.view(self.number, self.aim.first, self.aim.count, self.aim.length)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.aim.length, 0

@@ -71,7 +71,7 @@ def _verify(target: Target, store: Store, ids_RQ: Tensor, taps: Sequence[int], c
     packed = Packed([context] * rows, [width] * rows, ids_RQ.device)
     cache = AimedCache(store, PackedAim(packed))
     states = target.states(ids_RQ.reshape(1, -1), taps, cache=cache, packed=packed)
-    target.vocabulary.logits(states.final[0])
+    target.decoding_vocabulary.logits(states.final[0])
 
 
 def _now(target: Target) -> float:

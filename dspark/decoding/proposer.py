@@ -15,8 +15,9 @@ from torch import Tensor
 
 from dspark.decoding.kv import context_store
 from dspark.decoding.sampling import Sampler
-from dspark.model.attention import KeyValues, Sight
+from dspark.model.attention import Sight
 from dspark.model.drafter import Drafter
+from dspark.model.few_rows import lay_out
 from dspark.model.vocabulary import Vocabulary
 
 
@@ -32,7 +33,8 @@ class Proposer:
     """A drafter with the context of every row that is being decoded."""
 
     def __init__(self, drafter: Drafter, vocabulary: Vocabulary, rows: int) -> None:
-        self.drafter, self.vocabulary = drafter, vocabulary.narrowed(drafter.kept)
+        lay_out(drafter)
+        self.drafter, self.vocabulary = drafter, vocabulary.narrowed(drafter.kept).for_few_rows()
         self.store = context_store(drafter.config, rows, vocabulary.head_VH.device, vocabulary.head_VH.dtype)
 
     def observe(self, rows_N: Tensor, positions_N: Tensor, taps_NLH: Tensor, _following_N: Tensor) -> None:
@@ -40,10 +42,9 @@ class Proposer:
 
         The tokens behind them are for drafters of other kinds: blocks read tokens from the anchor on.
         """
-        context = self.drafter.context(taps_NLH[None], positions_N[None])
-        for number, new in enumerate(context):
-            by_position = KeyValues(new.keys[0].transpose(0, 1), new.values[0].transpose(0, 1))
-            self.store.write(number, rows_N, positions_N, by_position)
+        places_N = self.store.places(rows_N, positions_N)
+        for number, new in enumerate(self.drafter.context(taps_NLH[None], positions_N[None])):
+            self.store.write(number, places_N, new)
 
     def move(self, source: int, to: int, length: int) -> None:
         """Copies a row of `length` observed positions over another."""

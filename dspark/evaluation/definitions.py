@@ -33,6 +33,11 @@ DEFINITIONS: dict[str, str] = {
     ),
     "speedup": "Seconds per token of plain decoding, divided by seconds per token of speculative decoding.",
     "identical": "Prompts whose tokens equal those of plain decoding, of all decoded at temperature 0.",
+    "differences": (
+        "Where an output at temperature 0 leaves plain decoding's: the place of the first other token, and the "
+        "likeliest token's logit less the next one's there, also in units of what the compute type rounds such a "
+        "logit to. One or two roundings are a tie, many are a fault."
+    ),
     "seconds": (
         "Decoding time of all prompts: plain, speculative, and the parts of the latter: prefill (prompt pass), draft "
         "(proposing), verify (the target's pass over the proposed tokens), other (everything else)."

@@ -43,6 +43,7 @@ class PromptResult:
     drafter: str = "drafter"
     batch: int = 1  # requests decoded together
     turn: int = 1
+    difference: dict[str, Any] | None = None  # of a text that should be plain decoding's: {place, gap, roundings}
 
 
 def acceptance_length(rounds: Sequence[Record]) -> float | None:
@@ -110,6 +111,12 @@ def identical(results: Sequence[PromptResult]) -> list[int] | None:
     """[equal, compared] at temperature 0; None above, where equal tokens are not asked for."""
     greedy = [result for result in results if result.temperature == 0]
     return [sum(result.identical for result in greedy), len(greedy)] if greedy else None
+
+
+def differences(results: Sequence[PromptResult]) -> list[dict[str, Any]]:
+    """Where texts leave plain decoding's at temperature 0, {id, place, gap, roundings}, the widest gap first."""
+    found = [{"id": result.id} | result.difference for result in results if result.difference is not None]
+    return sorted(found, key=lambda one: -one["roundings"])
 
 
 def time_seconds(results: Sequence[PromptResult]) -> dict[str, float]:
@@ -198,6 +205,7 @@ def _numbers(results: Sequence[PromptResult]) -> dict[str, Any]:
         },
         "speedup": speedup(results),
         "identical": identical(results),
+        "differences": differences(results),
         "seconds": time_seconds(results),
         "time_share": time_share(results),
     }

@@ -4,14 +4,16 @@ Shape suffixes: B batch, Q block positions (A blocks of K slots), S context posi
 D head width, H hidden width.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dspark.errors import InputError
+from dspark.model.activations import activation
 from dspark.model.attention import KeyValues, Room, Sight, attend
 from dspark.model.config import DraftConfig
 from dspark.model.light import gated, rms_normed
@@ -40,7 +42,8 @@ def _normed(x: Tensor, eps: float) -> Tensor:
     return x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
 
 
-class Rotary(NamedTuple):
+@dataclass(frozen=True)
+class Rotary:
     """Cosine and sine tables [B, positions, D], always fp32."""
 
     cos: Tensor
@@ -49,9 +52,13 @@ class Rotary(NamedTuple):
     def __call__(self, x_BNQD: Tensor) -> Tensor:
         """Rotates queries or keys [B, heads, positions, D]; the product is fp32, the result has x's dtype."""
         x = x_BNQD.float()
-        left, right = x.chunk(2, dim=-1)
-        turned = torch.cat((-right, left), dim=-1)
-        return (x * self.cos.unsqueeze(1) + turned * self.sin.unsqueeze(1)).to(x_BNQD.dtype)
+        return (x * self._of_heads[0] + x.roll(x.shape[-1] // 2, -1) * self._of_heads[1]).to(x_BNQD.dtype)
+
+    @cached_property
+    def _of_heads(self) -> tuple[Tensor, Tensor]:
+        """The tables of all heads [B, 1, positions, D]; the partner of a left half enters with a minus."""
+        left, right = self.sin.unsqueeze(1).chunk(2, dim=-1)
+        return self.cos.unsqueeze(1), torch.cat((-left, right), dim=-1)
 
 
 class RotaryTable:
@@ -138,7 +145,7 @@ class GatedMlp(nn.Module):
         self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
         self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
         self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=False)
-        self.activation = ACT2FN[config.activation]
+        self.activation = activation(config.activation)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from transformers.activations import ACT2FN
 
 from dspark.errors import InputError
+from dspark.model.activations import is_activation
 from dspark.model.families import GEMMA4_FORM, LLAMA_FORM, QWEN3_FORM, Form
 from dspark.sections import Count, Positive, Weight
 
@@ -25,7 +25,7 @@ NAMES: dict[Form, tuple[str, str]] = {
 
 
 def _known_activation(name: str) -> str:
-    if name not in ACT2FN:
+    if not is_activation(name):
         raise ValueError(f"{name!r} is not known")
     return name
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -16,12 +17,17 @@ def rms_normed(x: Tensor, weight: Tensor, eps: float, fp32_scale: bool) -> Tenso
 
     Keeps x and one number per row.
     """
+    if not torch.is_grad_enabled():
+        normed = F.rms_norm(x.float(), x.shape[-1:], eps=eps)
+        return (normed * weight.float()).to(x.dtype) if fp32_scale else weight * normed.to(x.dtype)
     apply: Any = _RmsNormed.apply
     return apply(x, weight, eps, fp32_scale)
 
 
 def gated(gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """activation(gate) * up. Keeps both inputs."""
+    if not torch.is_grad_enabled():
+        return activation(gate) * up
     apply: Any = _Gated.apply
     return apply(gate, up, activation)
 

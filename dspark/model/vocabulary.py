@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dspark.errors import InputError
+from dspark.model.few_rows import for_few_rows
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ class Vocabulary:
             return replace(self, kept_D=None, kept_head_DH=None)
         kept_D = kept_D.to(self.head_VH.device)
         return replace(self, kept_D=kept_D, kept_head_DH=self.head_VH[kept_D])
+
+    def for_few_rows(self) -> "Vocabulary":
+        """The same with heads laid out for products of a few rows, as copies where that is another order."""
+        kept = None if self.kept_head_DH is None else for_few_rows(self.kept_head_DH)
+        return replace(self, head_VH=for_few_rows(self.head_VH), kept_head_DH=kept)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Vocabulary":
         """A copy on another device or in another dtype; tied weights stay tied."""

@@ -10,7 +10,7 @@ token of an answer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from dspark.model.families import family_of
 from dspark.model.layers import DraftLayer
 from dspark.model.vocabulary import Vocabulary
 from dspark.sections import TargetSettings
-from dspark.target import Target
 from dspark.target_files import load_tensors, load_whole_config
+
+if TYPE_CHECKING:  # trainers start sooner without the modules of transformers' models
+    from dspark.target import Target
 
 # What the other taps, mixed in at random, add to the last one at the start.
 _OTHER_TAPS = 0.1
@@ -41,7 +43,7 @@ class Bigrams:
     states_NH: Tensor  # normed last states: the head makes logits of them
 
 
-def bigrams_of(target: Target, prompt: Sequence[int], tokens: Tensor, counts: Tensor) -> Bigrams:
+def bigrams_of(target: "Target", prompt: Sequence[int], tokens: Tensor, counts: Tensor) -> Bigrams:
     """The target's states after `prompt` and one token, for each of `tokens` [N].
 
     Every token sees the prompt and itself, so that one row holds many of them.

@@ -1,8 +1,11 @@
-"""Streams on Rays of their own: the cases of `test_flow.py`, each run in a process of its own (`alone`)."""
+"""Streams on Rays of their own: the cases of `test_flow.py`, each run in a process of its own (`alone`).
+
+There are no trainers here: whoever reads a stream books its rows in a ledger as they do, `booked` adds it up.
+"""
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,16 +15,19 @@ import pyarrow as pa
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.pipelines import blocks_of, capture_options, one_row_blocks, target_pool, window_table
+from actors.pipelines import capture_options, one_row_blocks, target_pool, window_table
 from actors.placement import TargetWatch, attended
-from benchmarks.stream import EmptyTarget, Flow, flow
+from actors.splits import blocks_of
+from benchmarks.stream import EmptyTarget, Flow, flow, position_of
 from dspark.config import Settings
-from dspark.data.plan import make_plan
+from dspark.data.epoch_ledger import EpochLedger, Taken, Tally
+from dspark.data.plan import Plan, make_plan
 from dspark.errors import InputError
 from jobs.config import load_settings
 
 T = TypeVar("T")
 LABELS = {"role": "target"}
+PLAN = make_plan(5000, 0, 1, 1, None)
 
 
 def alone(case: Callable[..., T], *arguments: Any) -> T:
@@ -30,16 +36,25 @@ def alone(case: Callable[..., T], *arguments: Any) -> T:
         return pool.apply(case, arguments)
 
 
+def booked(plan: Plan, positions: Sequence[int]) -> Tally:
+    """What a reader took beside what the plan holds up to there; the rows of `positions` came in this order."""
+    ledger = EpochLedger(len(plan.order))
+    for position in positions:
+        ledger.take(Taken(0, plan.order[position : position + 1], 0, 0))
+    return sum(ledger.tallies(plan, len(positions)).values(), Tally())
+
+
 def start_ray(store_mb: int) -> None:
     ray.init(address="local", num_cpus=4, object_store_memory=store_mb * 2**20, include_dashboard=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
 
 
-def slowly_read(preset: Path) -> tuple[Flow, int]:
-    """60 rows of 4 MB with 32 MB in flight, read at 25 a second; and the bytes that may be in flight."""
+def slowly_read(preset: Path) -> tuple[Flow, Tally, int]:
+    """60 rows of 4 MB with 32 MB in flight, read at 25 a second; the ledger; the bytes that may be in flight."""
     start_ray(512)
     settings = load_settings(preset, ["targets.in_flight_mb=32", "targets.window_rows=4", "train.global_batch=1"])
-    return flow(settings, 60, 4 * 2**20, 0.04), settings.targets.in_flight_mb * 2**20
+    found = flow(settings, 60, 4 * 2**20, 0.04)
+    return found, booked(make_plan(60, 0, 1, 1, None), found.positions), settings.targets.in_flight_mb * 2**20
 
 
 class SlowTarget:
@@ -89,7 +104,9 @@ def joined_and_lost(preset: Path) -> dict[str, Any]:
         take(lambda: False)
     except InputError as caught:
         error = str(caught)
-    found = {"alone": alone_at_first, "positions": positions, "error": error, "seconds": time.monotonic() - since}
+    seconds = time.monotonic() - since
+    assert positions == sorted(positions), "the rows come in the order of the plan"
+    found = {"alone": alone_at_first, "ledger": booked(PLAN, positions), "error": error, "seconds": seconds}
     with suppress(Exception):
         ray.shutdown()
         cluster.shutdown()
@@ -97,8 +114,7 @@ def joined_and_lost(preset: Path) -> dict[str, Any]:
 
 
 def _rows(settings: Settings) -> Iterator[pa.Table]:
-    plan = make_plan(5000, 0, 1, 1, None)
-    windows = window_table(settings, plan, range(len(plan.order)), 0)
+    windows = window_table(settings, PLAN, range(len(PLAN.order)), 0)
     dataset = one_row_blocks(windows, SlowTarget, **target_pool(settings))
     dataset.context.execution_options = capture_options(settings)
     (split,) = dataset.streaming_split(1, equal=True)
@@ -108,22 +124,23 @@ def _rows(settings: Settings) -> Iterator[pa.Table]:
 class Trial:
     """A trainer in the hands of a sweep: it owns its stream."""
 
-    def begin(self, preset: Path) -> None:
+    def begin(self, preset: Path) -> int:
+        """Takes the first row of its stream and says which one it was."""
         settings = load_settings(preset, ["targets.window_rows=4", "train.global_batch=1"])
-        plan = make_plan(5000, 0, 1, 1, None)
-        windows = window_table(settings, plan, range(len(plan.order)), 0)
+        windows = window_table(settings, PLAN, range(len(PLAN.order)), 0)
         dataset = one_row_blocks(windows, EmptyTarget, fn_constructor_args=(64, 64), **target_pool(settings))
         dataset.context.execution_options = capture_options(settings)
         (self.split,) = dataset.streaming_split(1, equal=True)
         self.rows = blocks_of(self.split)
-        next(self.rows)
+        return position_of(next(self.rows))
 
 
-def pruned(preset: Path) -> tuple[int, float]:
-    """Producers of a trial that was begun, and seconds until the last of them has ended after the trial was killed."""
+def pruned(preset: Path) -> tuple[int, float, Tally]:
+    """Producers of a trial that was begun, seconds until the last of them has ended after the trial was killed, and the
+    ledger of what the trial had taken."""
     start_ray(256)
     trial: Any = ray.remote(num_cpus=0)(Trial).remote()
-    ray.get(trial.begin.remote(preset))
+    first = ray.get(trial.begin.remote(preset))
     producers = _producers()
     ray.kill(trial)
     since = time.monotonic()
@@ -131,7 +148,7 @@ def pruned(preset: Path) -> tuple[int, float]:
         if time.monotonic() - since > 60:
             break
         time.sleep(0.1)
-    return len(producers), time.monotonic() - since
+    return len(producers), time.monotonic() - since, booked(PLAN, [first])
 
 
 def _producers() -> list[psutil.Process]:

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
+from actors.deepspeed_alone import DeepSpeedEngine, deepspeed
 from actors.stopping import StopWatch
 from actors.trainer import Clock, optimizer_step
 from actors.zero import make_engine, whole_state

@@ -4,16 +4,15 @@ import multiprocessing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from actors.averages import Averages, used
 from actors.checkpoints import Progress, read, write
+from actors.deepspeed_alone import DeepSpeedEngine, deepspeed
 from actors.stopping import StopWatch
 from actors.task import TrainTask
 from actors.trainer import Clock, optimizer_step

@@ -1,7 +1,7 @@
 """Training runs of which a part is killed every 20 seconds: a target, a trainer, or the driver, which is then resumed.
 
-Every run must end with the losses of an undisturbed one, step by step: each rank compares the rows that it gets with
-those of the plan (`actors.trainer`), so equal losses at every step mean that each row was trained once, in its place.
+Every run must end with a complete ledger, and a step that was made more than once, in whatever run, must have had the
+same loss each time. `test_stream_faults.py` compares such runs with an undisturbed one.
 
     python tests/jobs/soak.py [--minutes 10] [--record]
 """
@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -23,55 +24,37 @@ from typing import Literal
 
 import psutil
 
-from jobs.config import load_settings
 from tests.conftest import tiny_preset
+from tests.jobs.runs import REPOSITORY, Part, parts, records, start
 from tests.tiny import tiny_target_folder
 
-REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "soak.md"
-Part = Literal["target", "trainer", "driver"]
-# What stands in the title of a part's process.
-_TITLES: dict[Part, str] = {"target": "TargetActor", "trainer": "RayTrainWorker"}
-_EVERY_S = 20.0
+Victim = Literal["target", "trainer", "driver"]
+_VICTIMS: tuple[Victim, ...] = ("target", "trainer", "driver")
+_EVERY_S, _LOOK_S = 20.0, 0.5
 # A run that makes no progress is a failure too.
-_LONGEST_S = 600.0
+_LONGEST_S = 900.0
+_ROWS, _STEPS, _STEP_ROWS = 200, 800, 2
+_TALLIES = ("expected", "trained", "repeated", "missing")
 _PAGE_TEXT = """\
 # Kills every 20 seconds
 
-Written by `make soak`: training runs of a tiny drafter, of which a target, a trainer or the driver is killed with
-SIGKILL every {every:.0f} seconds, at random; a killed driver is started again with `--resume`.
+Written by `make soak`: training runs of a tiny drafter on a stream, of which a target, a trainer or the driver is
+killed with SIGKILL every {every:.0f} seconds, in random order; a killed driver is started again with `--resume`. A run
+that is getting up again is not killed before it has a new checkpoint.
 
-| seconds | runs | steps | kills of targets | of trainers | of drivers | losses that differ from the undisturbed run's |
-| --- | --- | --- | --- | --- | --- | --- |
-| {seconds:.0f} | {runs} | {steps} | {target} | {trainer} | {driver} | {different} |
+| seconds | runs | steps | kills of targets | of trainers | of drivers |
+| --- | --- | --- | --- | --- | --- |
+| {seconds:.0f} | {runs} | {steps} | {target} | {trainer} | {driver} |
+
+The ledgers of all runs together, in rows, counted once per epoch:
+
+| expected | trained | repeated | missing |
+| --- | --- | --- | --- |
+| {expected} | {trained} | {repeated} | {missing} |
+
+Steps that had another loss when they were made again, after a kill or in another run: {different}.
 """
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    """`dspark train` in a process group of its own, so that a signal reaches what it started."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "jobs.train", *arguments]
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True,
-    )  # fmt: skip
-
-
-def losses(folder: Path) -> list[tuple[int, float]]:
-    """Step and loss of each record of a run."""
-    lines = (folder / "history.jsonl").read_text().splitlines()
-    last = {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}  # a step that was made again comes later
-    return sorted(last.items())
-
-
-def parts(run: subprocess.Popen[str], part: Part) -> list[psutil.Process]:
-    """The processes of a part, of all that a run has started."""
-    found = []
-    for process in psutil.Process(run.pid).children(recursive=True):
-        with suppress(psutil.Error):
-            if _TITLES[part] in " ".join(process.cmdline()):
-                found.append(process)
-    return found
 
 
 def endless(preset: Path) -> tuple[str, ...]:
@@ -81,78 +64,103 @@ def endless(preset: Path) -> tuple[str, ...]:
 
 @dataclass
 class Soak:
-    """What a soak did and found."""
+    """What a soak did and found; the ledgers of its runs added up."""
 
     seconds: float = 0.0
     runs: int = 0
-    steps: int = 0
-    different: int = 0
-    kills: Counter[Part] = field(default_factory=Counter)
+    kills: Counter[Victim] = field(default_factory=Counter)
+    ledger: Counter[str] = field(default_factory=Counter)
+    losses: dict[int, float] = field(default_factory=dict)  # by step, as first seen
+    different: int = 0  # steps whose loss was another one when they were made again
+
+    def compare(self, folder: Path) -> None:
+        """Takes the records of a run: at its end, or before a new driver cuts them back to its last checkpoint."""
+        for step, loss in records(folder):
+            first = self.losses.setdefault(step, loss)
+            self.different += abs(loss - first) > 1e-6 * abs(first)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row was trained once per epoch, and every step was the same each time."""
+        ledger = self.ledger
+        whole = ledger["trained"] == ledger["expected"] == self.runs * _STEPS * _STEP_ROWS
+        return whole and not (ledger["repeated"] or ledger["missing"] or self.different)
 
 
 def soak(preset: Path, seconds: float, seed: int = 0) -> Soak:
-    """Runs under kills until `seconds` are over and the last of them has ended."""
-    found, draw, since = Soak(), random.Random(seed), time.monotonic()
-    expected = _undisturbed(preset)
-    while not found.runs or time.monotonic() - since < seconds:
-        folder = _run(preset, preset.parent / f"soak-{found.runs}", draw, found)
-        trained = losses(folder)
+    """Runs under kills, one after the other, as long as at least half of another one would fit into the time."""
+    found, since, longest = Soak(), time.monotonic(), 0.0
+    disturbance = Disturbance(random.Random(seed), found)
+    while not found.runs or time.monotonic() - since + longest / 2 < seconds:
+        began = time.monotonic()
+        folder = disturbance.run(preset, preset.parent / f"soak-{found.runs}")
+        found.compare(folder)
+        found.ledger.update({name: json.loads((folder / "ledger.json").read_text())[name] for name in _TALLIES})
         found.runs += 1
-        found.steps += len(trained)
-        found.different += sum(abs(a[1] - b[1]) > 1e-6 * abs(b[1]) for a, b in zip(trained, expected, strict=True))
-        assert [step for step, _ in trained] == [step for step, _ in expected]
-        # An undisturbed run is no soak.
-        assert found.kills.total() >= found.runs, "a run ended before a part of it was killed"
+        longest = max(longest, time.monotonic() - began)
     found.seconds = time.monotonic() - since
     return found
 
 
-def _undisturbed(preset: Path) -> list[tuple[int, float]]:
-    run = start(*endless(preset))
-    _, errors = run.communicate(timeout=_LONGEST_S)
-    assert run.returncode == 0, errors[-3000:]
-    return losses(load_settings(preset, []).output / "latest")
+class Disturbance:
+    """Kills a part of a run every 20 seconds, each kind once before the next round, and starts killed drivers again."""
 
+    def __init__(self, draw: random.Random, found: Soak) -> None:
+        self.draw, self.found = draw, found
+        self.due = time.monotonic() + _EVERY_S
+        self.next: list[Victim] = []
 
-def _run(preset: Path, output: Path, draw: random.Random, found: Soak) -> Path:
-    """One run to its end; returns its folder."""
-    arguments = (*endless(preset), f"output={output}")
-    run, deadline, folder = start(*arguments), time.monotonic() + _LONGEST_S, output / "latest"
-    while True:
-        try:
-            _, errors = run.communicate(timeout=_EVERY_S)
-        except subprocess.TimeoutExpired:
-            assert time.monotonic() < deadline, "the run does not come to its end"
-            run = _kill(run, draw, arguments, folder, found)
-            continue
-        assert run.returncode == 0, errors[-3000:]
-        return folder.resolve()
+    def run(self, preset: Path, output: Path) -> Path:
+        """One run to its end; returns its folder."""
+        arguments = (*endless(preset), f"output={output}")
+        run, deadline, saved = start(*arguments), time.monotonic() + _LONGEST_S, 0
+        while True:
+            try:
+                _, errors = run.communicate(timeout=_LOOK_S)
+            except subprocess.TimeoutExpired:
+                assert time.monotonic() < deadline, "the run does not come to its end"
+                # Only after a new checkpoint: a run whose restart takes longer than 20 seconds would never get on.
+                if time.monotonic() >= self.due and (newest := _newest(output)) > saved:
+                    run, saved = self._disturb(run, arguments, (output / "latest").resolve()), newest
+                continue
+            assert run.returncode == 0, errors[-3000:]
+            return (output / "latest").resolve()
 
-
-def _kill(
-    run: subprocess.Popen[str], draw: random.Random, arguments: tuple[str, ...], folder: Path, found: Soak
-) -> subprocess.Popen[str]:
-    """Kills a part of a run that trains by now; returns the run that goes on."""
-    if not (folder / "history.jsonl").exists() or not losses(folder):
+    def _disturb(self, run: subprocess.Popen[str], arguments: tuple[str, ...], folder: Path) -> subprocess.Popen[str]:
+        """Returns the run that goes on."""
+        self.next = self.next or self.draw.sample(_VICTIMS, len(_VICTIMS))
+        victim = self.next[-1]
+        if victim == "driver":
+            os.killpg(run.pid, signal.SIGKILL)
+            run.communicate()
+            self.found.compare(folder)
+            run = start(*arguments, "--resume", str(folder))
+        elif not _killed(run, victim):
+            return run  # it is about to end, and has no such part any more
+        self.next.pop()
+        self.found.kills[victim] += 1
+        self.due = time.monotonic() + _EVERY_S
         return run
-    part: Part = draw.choice(["target", "trainer", "driver"])
-    if part == "driver":
-        os.killpg(run.pid, signal.SIGKILL)
-        run.communicate()
-        found.kills[part] += 1
-        return start(*arguments, "--resume", str(folder.resolve()))
-    for process in parts(run, part)[:1]:
-        with suppress(psutil.Error):
+
+
+def _killed(run: subprocess.Popen[str], part: Part) -> bool:
+    with suppress(psutil.Error):
+        for process in parts(run, part)[:1]:
             process.kill()
-            found.kills[part] += 1
-    return run
+            return True
+    return False
+
+
+def _newest(output: Path) -> int:
+    """The step of the newest checkpoint that Ray Train has registered; 0 without any."""
+    snapshots = [file.read_text() for file in output.glob("latest/train/checkpoint_manager_snapshot.json")]
+    return max((int(step) for text in snapshots for step in re.findall(r"step-(\d{8})", text)), default=0)
 
 
 def soak_preset(folder: Path, target: Path) -> Path:
-    """Some forty seconds of training on one core, of rows that do not all fit between targets and trainers."""
-    return tiny_preset(
-        folder, target, rows=200, train={"epochs": 8, "max_steps": 400}, tracking={"register_model": False}
-    )
+    """A run that outlasts several kills, of rows that do not all fit between targets and trainers."""
+    train = {"epochs": _STEPS * _STEP_ROWS // _ROWS, "global_batch": _STEP_ROWS}
+    return tiny_preset(folder, target, rows=_ROWS, train=train, tracking={"register_model": False})
 
 
 def main() -> int:
@@ -163,12 +171,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         preset = soak_preset(Path(scratch), tiny_target_folder(Path(scratch) / "target"))
         found = soak(preset, 60 * arguments.minutes)
-    kills: dict[str, int] = {part: found.kills[part] for part in ("target", "trainer", "driver")}
-    facts = {"seconds": round(found.seconds), "runs": found.runs, "steps": found.steps, "different": found.different}
+    facts: dict[str, float] = {"seconds": round(found.seconds), "runs": found.runs, "steps": found.runs * _STEPS}
+    facts |= {name: found.ledger[name] for name in _TALLIES} | {"different": found.different}
+    facts |= {victim: found.kills[victim] for victim in _VICTIMS}
     if arguments.record:
-        PAGE.write_text(_PAGE_TEXT.format(every=_EVERY_S, **facts, **kills))
-    print(json.dumps(facts | {f"{part}_kills": count for part, count in kills.items()}))
-    return int(found.different > 0)
+        PAGE.write_text(_PAGE_TEXT.format(every=_EVERY_S, **facts))
+    print(json.dumps(facts))
+    return int(not found.complete)
 
 
 if __name__ == "__main__":

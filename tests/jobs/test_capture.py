@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,14 +28,25 @@ from tests.tiny import tiny_target_folder, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
-def captured(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, local_ray: None) -> tuple[Path, Settings]:
-    """The preset, and the settings with which its 33 rows were captured into a cache of two shards, by two actors."""
+def told(
+    tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, local_ray: None
+) -> tuple[Path, Settings, list[dict[str, Any]]]:
+    """The preset, the settings with which its 33 rows were captured into a cache of two shards, by two actors, and what
+    these told of each forward."""
     folder = tmp_path_factory.mktemp("captured")
     preset = tiny_preset(folder, tiny_target, rows=40)
     overrides = [f"cache.folder={folder / 'cache'}", "cache.limit=33", "cache.shard_mb=1", "cache.window_rows=16"]
     settings = load_settings(preset, [*overrides, "drafter.taps=[-1,0,1,2,4]", "targets.max_actors=2"])
-    capture(settings, None, False, False)
-    return preset, settings
+    work = plan_capture(settings, None)
+    with CacheWriter(work.address, work.origin, work.codec, work.shard_ids, work.identity) as writer:
+        news = list(written_by_actors(work, writer, writer.unfinished()))
+        finish(work, writer)
+    return preset, settings, news
+
+
+@pytest.fixture(scope="module")
+def captured(told: tuple[Path, Settings, list[dict[str, Any]]]) -> tuple[Path, Settings]:
+    return told[:2]
 
 
 def test_the_cache_holds_what_the_target_gives_for_each_planned_forward(captured: tuple[Path, Settings]) -> None:
@@ -163,13 +175,10 @@ def test_a_folder_that_was_not_begun_is_not_resumed(
     assert "no cache was begun there" in capsys.readouterr().err
 
 
-def test_every_forward_is_told_with_what_it_added(captured: tuple[Path, Settings], tmp_path: Path) -> None:
-    preset, _ = captured
-    work = plan_capture(load_settings(preset, [f"cache.folder={tmp_path / 'new'}", "cache.window_rows=16"]), None)
-    with CacheWriter(work.address, work.origin, work.codec, work.shard_ids, work.identity) as writer:
-        told = list(written_by_actors(work, writer, writer.unfinished()))
-        manifest = finish(work, writer)
-    assert len(work.batches) > 4 and sum(1 for news in told if news["rows"] == 0) == len(work.shards)
-    assert sorted(news["rows"] for news in told if news["rows"]) == sorted(map(len, work.batches))
-    assert sum(news["tokens"] for news in told) == manifest.tokens == sum(work.lengths)
-    assert sum(news["bytes"] for news in told) == manifest.bytes
+def test_every_forward_is_told_with_what_it_added(told: tuple[Path, Settings, list[dict[str, Any]]]) -> None:
+    _, settings, news = told
+    work, manifest = plan_capture(settings, None), CacheReader(str(settings.cache.folder)).manifest
+    assert len(work.batches) > 4 and sum(1 for one in news if one["rows"] == 0) == len(work.shards)
+    assert sorted(one["rows"] for one in news if one["rows"]) == sorted(map(len, work.batches))
+    assert sum(one["tokens"] for one in news) == manifest.tokens == sum(work.lengths)
+    assert sum(one["bytes"] for one in news) == manifest.bytes

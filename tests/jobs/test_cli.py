@@ -26,6 +26,7 @@ COMMANDS = [
     "inspect",
     "generate",
     "export",
+    "register",
     "check-reference",
     "doctor",
     "submit",

@@ -17,7 +17,7 @@ from dspark.target import load_target
 from jobs.config import load_settings
 from jobs.evaluate import evaluate
 from tests.conftest import tiny_preset
-from tests.dspark.decoding.decoders import random_drafter
+from tests.dspark.decoding.decoders import random_drafter, random_eagle3
 from tests.dspark.folders import TARGET
 from tests.endpoint import Endpoint
 from tests.tiny import MASK_ID
@@ -28,14 +28,13 @@ MEASURED = ("id", "drafter", "batch", "turn", "temperature", "tokens", "plain_to
 
 
 def drafters_of(folder: Path, target: Path) -> list[Path]:
-    """Two drafters with different heads."""
+    """Two drafters of different kinds."""
     loaded = load_target(TargetSettings(model=str(target), dtype="fp32"))
-    paths = []
-    for head in ("vanilla", "none"):
-        made = random_drafter(loaded, head, (0, 2), MASK_ID)
-        save_drafter(folder / head, made.state_dict(), made.config, loaded.vocabulary, TARGET, 8, torch.float32, {})
-        paths.append(folder / head)
-    return paths
+    block, chain = random_drafter(loaded, "vanilla", (0, 2), MASK_ID), random_eagle3(loaded, (0, 2))
+    for name, made, anchors in (("dspark", block, 8), ("eagle3", chain, None)):
+        state, vocabulary = made.state_dict(), loaded.vocabulary
+        save_drafter(folder / name, state, made.config, vocabulary, TARGET, anchors, torch.float32, {})
+    return [folder / "dspark", folder / "eagle3"]
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
@@ -93,17 +92,17 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
 
 def check_files(run: Path) -> None:
     result = json.loads((run / "result.json").read_text())
-    assert list(result["drafters"]) == ["vanilla", "none"]
+    assert list(result["drafters"]) == ["dspark", "eagle3"]
     assert result["identical"] == [3, 3]
     scopes = result["comparison"]["benchmarks"]["t0"]["scopes"]
     assert set(scopes) == {"mt-bench", "mean chat"}
-    overall = result["drafters"]["none"]["benchmarks"]["t0"]["overall"]
-    assert scopes["mt-bench"]["lengths"]["none"]["value"] == overall["acceptance_length"]
-    assert [row["batch"] for row in result["drafters"]["none"]["batches"]] == [1] * 3 + [2] * 3
-    assert result["drafters"]["vanilla"]["confidence"]["thresholds"]
+    overall = result["drafters"]["eagle3"]["benchmarks"]["t0"]["overall"]
+    assert scopes["mt-bench"]["lengths"]["eagle3"]["value"] == overall["acceptance_length"]
+    assert [row["batch"] for row in result["drafters"]["eagle3"]["batches"]] == [1] * 3 + [2] * 3
+    assert result["drafters"]["dspark"]["confidence"]["thresholds"]
     lines = list(csv.DictReader((run / "results.csv").open()))
     assert {(row["drafter"], row["section"], row["domain"]) for row in lines} >= {
-        ("none", "benchmarks", "mean chat"), ("vanilla", "held_out", "all"),
+        ("eagle3", "benchmarks", "mean chat"), ("dspark", "held_out", "all"),
     }  # fmt: skip
     (whole,) = (row for row in lines if (row["drafter"], row["batch"], row["domain"]) == ("none", "1", "mt-bench"))
     interval = scopes["mt-bench"]["lengths"]["none"]
@@ -112,5 +111,5 @@ def check_files(run: Path) -> None:
     record = json.loads((run / "run.json").read_text())
     client = MlflowClient(tracking_uri=record["mlflow_uri"])
     metrics = client.get_run(record["mlflow_run_id"]).data.metrics
-    assert metrics["drafters.none.held_out.t0.overall.acceptance_length"] >= 1
+    assert metrics["drafters.eagle3.held_out.t0.overall.acceptance_length"] >= 1
     assert {"report.html", "results.csv"} <= {item.path for item in client.list_artifacts(record["mlflow_run_id"])}

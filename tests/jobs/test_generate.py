@@ -113,10 +113,9 @@ def test_options_reach_sampling_policy_and_prompt(folders: tuple[Path, Path], tm
         *_, row = assistant.stream([*assistant.opening, *asked])
         return row
 
-    greedy = answer()
+    greedy, warm = answer(), answer(temperature=5.0)
     assert answer(temperature=5.0, top_k=1).tokens == greedy.tokens == answer(temperature=5.0, top_p=1e-6).tokens
-    assert answer(temperature=5.0).tokens != greedy.tokens
-    assert answer(temperature=5.0).tokens == answer(temperature=5.0).tokens != answer(temperature=5.0, seed=1).tokens
+    assert warm.tokens not in (greedy.tokens, answer(temperature=5.0, seed=1).tokens)
     assert {one.proposed for one in greedy.rounds[:8]} == {4}
     assert {one.proposed for one in answer(slots=2).rounds[:8]} == {2}
     assert {one.proposed for one in answer(policy="threshold", threshold=1.0).rounds} == {0}

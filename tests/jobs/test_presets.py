@@ -9,6 +9,7 @@ from transformers import Qwen3Config
 from dspark.config import Settings, dotted
 from dspark.model.config import draft_config
 from jobs.config import load_settings
+from jobs.sweeping import plan_trials
 
 PRESETS = Path("platform/presets")
 PUBLISHED = {
@@ -43,6 +44,32 @@ def test_every_preset_loads_and_is_known_here() -> None:
     assert names >= {f"{target}_{kind}" for target in PUBLISHED for kind in (*KINDS, "eagle3")}
     for name in names:
         assert settings_of(name).name.replace("-", "_").startswith(name.replace("-", "_"))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "trials"),
+    [
+        ("loss", ["loss.ce", "loss.l1", "loss.confidence", "loss.gamma"], 8),
+        ("depth", ["drafter.layers"], 5),
+        ("block", ["drafter.block"], 5),
+    ],
+)
+def test_a_sweep_preset_varies_what_it_is_named_for_around_its_own_values(
+    name: str, keys: list[str], trials: int
+) -> None:
+    assert {file.stem for file in (PRESETS / "sweeps").glob("*.yaml")} == {"loss", "depth", "block"}
+    settings = settings_of(f"sweeps/{name}")
+    planned = plan_trials(settings)
+    assert (settings.name, len(planned), planned[0].values) == (f"sweep-{name}", trials, {})
+    assert all(list(trial.values) == keys for trial in planned[1:])
+    shared = {key for key in dotted(settings.model_dump()) if key not in (*keys, "train.max_steps")}
+    own = dotted(planned[0].settings.model_dump())
+    assert all(
+        dotted(trial.settings.model_dump())[key] == own[key]
+        for trial in planned
+        for key in shared
+        if not key.startswith("tune.")
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from dspark.data.cache_check import verify
 from dspark.data.cache_reader import CacheReader
@@ -18,15 +19,23 @@ from dspark.errors import InputError
 from jobs.config import load_settings
 from jobs.train import train
 from tests.conftest import tiny_preset
-from tests.jobs.soak import start
+from tests.jobs.runs import assert_each_row_once, finish, records, start, wait_for_step
 
 pytestmark = pytest.mark.faults
-REPOSITORY = Path(__file__).parents[2]
 SNAPSHOT = "*/train/checkpoint_manager_snapshot.json"
+ROWS, EPOCHS = 33, 2
 
 
 def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "history.jsonl").read_text().splitlines()]
+    """Of all records: a step that was made again would stand there twice."""
+    return [loss for _, loss in records(folder)]
+
+
+def tracked_steps(folder: Path) -> list[int]:
+    """Steps of the points that MLflow holds of a run's loss."""
+    record = json.loads((folder / "run.json").read_text())
+    client = MlflowClient(tracking_uri=record["mlflow_uri"])
+    return sorted(metric.step for metric in client.get_metric_history(record["mlflow_run_id"], "loss"))
 
 
 def kill_after_a_checkpoint(run: subprocess.Popen[str], output: Path, step: int = 5) -> None:
@@ -43,11 +52,12 @@ def kill_after_a_checkpoint(run: subprocess.Popen[str], output: Path, step: int 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> tuple[Path, list[float]]:
     """A preset, and the losses of its undisturbed run."""
-    preset = tiny_preset(tmp_path_factory.mktemp("whole"), tiny_target, train={"checkpoint_every": 5, "epochs": 2})
-    run = start(str(preset))
-    _, errors = run.communicate(timeout=280)
-    assert run.returncode == 0, errors[-3000:]
-    return preset, losses(load_settings(preset, []).output / "latest")
+    train = {"checkpoint_every": 5, "epochs": EPOCHS}
+    preset = tiny_preset(tmp_path_factory.mktemp("whole"), tiny_target, ROWS, train=train)
+    finish(start(str(preset)))
+    folder = load_settings(preset, []).output / "latest"
+    assert_each_row_once(folder, EPOCHS * ROWS)
+    return preset, losses(folder)
 
 
 def test_a_killed_driver_resumes_with_the_losses_of_the_undisturbed_run(
@@ -57,10 +67,10 @@ def test_a_killed_driver_resumes_with_the_losses_of_the_undisturbed_run(
     run = start(str(preset), f"output={tmp_path}")
     kill_after_a_checkpoint(run, tmp_path)
     folder = (tmp_path / "latest").resolve()
-    resumed = start(str(preset), f"output={tmp_path}", "--resume", str(folder))
-    _, errors = resumed.communicate(timeout=280)
-    assert resumed.returncode == 0, errors[-3000:]
+    finish(start(str(preset), f"output={tmp_path}", "--resume", str(folder)))
     assert losses(folder) == pytest.approx(expected, rel=1e-6)
+    assert_each_row_once(folder, EPOCHS * ROWS)
+    assert tracked_steps(folder) == list(range(1, len(expected) + 1))
     assert (folder / "drafter" / "model.safetensors").is_file()
 
 
@@ -77,12 +87,11 @@ def test_a_killed_run_that_keeps_a_cache_resumes_with_the_same_losses_and_comple
     if step == 5:  # its rows are behind the checkpoint, the trainers will not ask for them again
         os.truncate(first, first.stat().st_size - 1)
     folder = (tmp_path / "latest").resolve()
-    resumed = start(*kept, "--resume", str(folder))
-    _, errors = resumed.communicate(timeout=280)
-    assert resumed.returncode == 0, errors[-3000:]
+    finish(start(*kept, "--resume", str(folder)))
     assert losses(folder) == pytest.approx(expected, rel=1e-6)
+    assert_each_row_once(folder, EPOCHS * ROWS)
     assert verify(Folder(cache), 1, lambda _: None) == []
-    assert len(CacheReader(str(cache)).sample_ids) == 33
+    assert len(CacheReader(str(cache)).sample_ids) == ROWS
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -92,33 +101,21 @@ def test_a_run_that_is_asked_to_stop_says_how_to_go_on_and_loses_nothing(
     preset, expected = whole
     ranks = ["train.workers=2", "train.zero_stage=2"] if number == signal.SIGINT else []
     run = start(str(preset), f"output={tmp_path}", *ranks)
-    wait_for_records(run, tmp_path, 7)
+    wait_for_step(run, tmp_path, 3)
     os.kill(run.pid, number)
     _, errors = run.communicate(timeout=120)
     assert run.returncode == 75, errors[-3000:]
     folder = (tmp_path / "latest").resolve()
     stopped = len(losses(folder))
-    assert 7 <= stopped < len(expected) and f"stopped at step {stopped} of {len(expected)}" in errors
+    assert 3 <= stopped < len(expected) and f"stopped at step {stopped} of {len(expected)}" in errors
     command = shlex.split(errors.split("to go on: ")[1])
     assert command[0] == "dspark" and command[-2:] == ["--resume", str(folder)]
     # The other number of ranks is asked for at the resume: from two under ZeRO 2 to one.
     more = ["train.workers=1"] if ranks else []
-    resumed = start(*command[2:-2], *more, *command[-2:])
-    output, errors = resumed.communicate(timeout=280)
-    assert resumed.returncode == 0, errors[-3000:]
+    output = finish(start(*command[2:-2], *more, *command[-2:]))
     assert losses(folder) == pytest.approx(expected, rel=1e-3 if ranks else 1e-6)
     assert f"resumed at step {stopped}" in output
-    ledger = json.loads((folder / "ledger.json").read_text())
-    assert (ledger["expected"], ledger["trained"], ledger["repeated"], ledger["missing"]) == (66, 66, 0, 0)
-
-
-def wait_for_records(run: subprocess.Popen[str], output: Path, count: int) -> None:
-    """Until the run has logged so many steps."""
-    deadline = time.monotonic() + 240
-    while sum(len(file.read_text().splitlines()) for file in output.glob("latest/history.jsonl")) < count:
-        assert run.poll() is None, run.communicate()[1][-3000:]
-        assert time.monotonic() < deadline, "no records appeared"
-        time.sleep(0.05)
+    assert_each_row_once(folder, EPOCHS * ROWS)
 
 
 def test_a_finished_run_that_is_resumed_trains_nothing_and_keeps_its_records(
@@ -129,6 +126,7 @@ def test_a_finished_run_that_is_resumed_trains_nothing_and_keeps_its_records(
     folder = (settings.output / "latest").resolve()
     train(settings, folder, False)
     assert losses(folder) == expected
+    assert_each_row_once(folder, EPOCHS * ROWS)
 
 
 def test_a_run_that_is_resumed_with_other_settings_is_refused(whole: tuple[Path, list[float]], local_ray: None) -> None:

@@ -27,7 +27,8 @@ def dspark(*arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProce
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> tuple[Path, str, Path]:
     """Output folder, standard output and preset of a finished run."""
     folder = tmp_path_factory.mktemp("run")
-    preset = tiny_preset(folder, tiny_target, train={"max_steps": 8, "log_every": 2})
+    # The store is made where no URI is set, too.
+    preset = tiny_preset(folder, tiny_target, train={"max_steps": 8, "log_every": 2}, tracking={"uri": None})
     done = dspark("run", str(preset))
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "runs", done.stdout, preset
@@ -67,9 +68,10 @@ def test_the_run_is_tracked_and_its_drafter_registered(finished: tuple[Path, str
         item.path for item in client.list_artifacts(record["mlflow_run_id"])
     }
     version = client.get_model_version("tiny", "1")
-    assert {"target_fingerprint", "data_fingerprint", "acceptance_length.t0", "acceptance_length.t1"} <= set(
-        version.tags
-    )
+    lengths = {"acceptance_length.t0.held_out", "acceptance_length.t1.held_out"}
+    assert {"target_fingerprint", "data_fingerprint", "settings_hash", *lengths} <= set(version.tags)
+    assert version.run_id == version.tags["trained_by"] == record["mlflow_run_id"]
+    assert version.tags["lossless"] == "4 of 4 in fp32"
 
 
 def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path, tiny_target: Path) -> None:

@@ -39,20 +39,26 @@ def test_faults_of_a_cluster_file_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shares", "source", "said"),
+    ("trainers", "targets", "source", "said"),
     [
-        ([0.9, 0.5, 0.3], "live", "the trainers waited 40% of their time for captured states: raise targets.actors"),
-        ([0.9, 0.5, 0.3], "cache", "raise cache.readers"),
-        ([0.9, 0.01, 0.0], "live", "the targets wait for them: raise train.workers"),
-        ([0.9, 0.01, 0.0], "cache", None),
-        ([0.9, 0.1, 0.1], "live", None),
-        ([0.9], "live", "waited 90%"),
-        ([], "live", None),
+        (
+            [0.9, 0.5, 0.3], [0.9, 0.1], "live",
+            "the trainers waited 40% of their time for captured states: raise targets.actors",
+        ),
+        ([0.9, 0.5, 0.3], [], "cache", "raise cache.readers"),
+        ([0.9, 0.01, 0.0], [0.9, 0.8, 0.4], "live", "the targets waited 60% of their time for the trainers: raise"),
+        ([0.9, 0.0], [0.9, 0.1], "live", None),
+        ([0.9, 0.01, 0.0], [], "cache", None),
+        ([0.9, 0.1, 0.1], [0.9, 0.2], "live", None),
+        ([0.9, 0.3], [0.9, 0.4], "live", "the targets waited 40%"),
+        ([0.9], [], "live", "waited 90%"),
+        ([], [], "live", None),
     ],
-)
-def test_the_slower_side_is_named_by_the_time_that_trainers_wait(
-    shares: list[float], source: str, said: str | None
+)  # fmt: skip
+def test_the_slower_side_is_named_by_the_time_that_the_other_one_waits(
+    trainers: list[float], targets: list[float], source: str, said: str | None
 ) -> None:
     settings = load_settings(PRESET, [f"data.source={source}"])
-    hint = which_side([{"waiting_share": share} for share in shares], settings)
+    history = [{"waiting_share": share} for share in trainers] + [{"targets_waiting_share": one} for one in targets]
+    hint = which_side(history, settings)
     assert (hint is None) if said is None else said in (hint or "")

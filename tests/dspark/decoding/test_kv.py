@@ -40,7 +40,7 @@ def test_a_store_widens_in_steps_and_only_when_it_must() -> None:
 
 def test_each_row_is_written_at_its_own_positions_and_nowhere_else() -> None:
     store = small_store()
-    store.write(1, torch.tensor([[0], [2]]), torch.tensor([[5, 6], [0, 1]]), numbered(2, 2, 1, 2))
+    store.write(1, store.places(torch.tensor([[0], [2]]), torch.tensor([[5, 6], [0, 1]])), numbered(2, 1, 2, 2))
     keys, values = store.layers[1]
     assert keys[0, 0, 5:7].tolist() == [[1, 2], [3, 4]]
     assert keys[2, 0, 0:2].tolist() == [[5, 6], [7, 8]]
@@ -68,7 +68,7 @@ def test_a_query_sees_its_row_up_to_its_own_position() -> None:
 
 def test_a_row_moves_with_its_length_only() -> None:
     store = small_store()
-    store.write(0, torch.tensor([[2]]), torch.arange(4)[None], numbered(1, 4, 1, 2))
+    store.write(0, store.places(torch.tensor([[2]]), torch.arange(4)), numbered(1, 1, 4, 2))
     store.move(2, 0, length=3)
     assert store.layers[0].keys[0, 0, :4].tolist() == [[1, 2], [3, 4], [5, 6], [0, 0]]
 

@@ -1,0 +1,83 @@
+"""Targets that the trials of a sweep have in common: loaded once, they outlive every trial.
+
+a trial's windows -> its BorrowingActors -> SharedTarget, in turn with other trials -> captured rows -> its trainers
+
+Waits for: the windows of other trials that a target has before this one. Bounded by: one window per BorrowingActor. A
+dead target is restarted by Ray, and its windows are repeated.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import ray
+import torch
+
+from actors.task import Validation
+from dspark.capture import capture, prove_capture
+from dspark.data.captures import Origin, fault_table
+from dspark.data.plan import Plan
+from dspark.data.rows import sample_at
+from dspark.errors import InputError
+from dspark.sections import TargetPoolSettings, TargetSettings
+from dspark.target import load_target
+
+
+@dataclass(frozen=True)
+class Common:
+    """What the trials of a sweep are given, so that none of them loads a target; the sweep's own process holds it."""
+
+    stop: Any  # handle of the one StopActor of all trials
+    places: Any  # ray.util.queue.Queue of (run, placement group), filled by the trainers
+    bigrams: Any  # reference to the target's `Bigrams`; None: no trial begins with them
+    validation: Mapping[int, Validation]  # by the rows of one forward of all ranks
+    targets: tuple[Any, ...]  # handles of SharedTarget; empty: trials read a cache
+
+
+class SharedTarget:
+    """One target on one device, for the windows of many runs."""
+
+    def __init__(self, target: TargetSettings, pool: TargetPoolSettings) -> None:
+        torch.set_num_threads(pool.threads)
+        self.batch_tokens = pool.batch_tokens
+        self.proved: set[tuple[int, ...]] = set()
+        self.fault: str | None = None
+        try:
+            self.target = load_target(target)
+        except InputError as error:
+            self.fault = str(error)
+
+    def ready(self) -> str | None:
+        """What keeps the target from being had, if anything does."""
+        return self.fault
+
+    def captured(self, rows: pa.Table, origin: Origin) -> pa.Table:
+        """The captured table of these token rows, with the taps of `origin`."""
+        if self.fault is not None:
+            return fault_table(origin, rows.num_rows, self.fault)
+        samples = [sample_at(rows, row) for row in range(rows.num_rows)]
+        if origin.taps not in self.proved:
+            prove_capture(self.target, samples[0], origin.taps)
+            self.proved.add(origin.taps)
+        try:
+            return capture(self.target, samples, origin, self.batch_tokens)
+        except InputError as error:
+            return fault_table(origin, rows.num_rows, str(error))
+
+
+class BorrowingActor:
+    """Stands in a run's stream where a target would; `rows` and `plan` as for `TargetActor`."""
+
+    def __init__(self, targets: tuple[Any, ...], origin: Origin, rows: Any, plan: Any) -> None:
+        self.targets, self.origin = targets, origin
+        self.rows: pa.Table = ray.get(rows)
+        self.plan: Plan = ray.get(plan)
+
+    def __call__(self, window: pa.Table) -> Iterator[pa.Table]:
+        """The rows of one window, a table each."""
+        first, last = window.column("start")[0].as_py(), window.column("stop")[0].as_py()
+        wanted = self.rows.take(pa.array(self.plan.order[first:last]))
+        target = self.targets[window.column("window")[0].as_py() % len(self.targets)]
+        captured = ray.get(target.captured.remote(wanted, self.origin))
+        yield from (captured.slice(row, 1) for row in range(captured.num_rows))
