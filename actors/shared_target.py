@@ -29,6 +29,7 @@ class Common:
     """What the trials of a sweep are given, so that none of them loads a target; the sweep's own process holds it."""
 
     stop: Any  # handle of the one StopActor of all trials
+    places: Any  # ray.util.queue.Queue of (run, placement group), filled by the trainers
     bigrams: Any  # reference to the target's `Bigrams`; None: no trial begins with them
     validation: Mapping[int, Validation]  # by the rows of one forward of all ranks
     targets: tuple[Any, ...]  # handles of SharedTarget; empty: trials read a cache

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from ray.util import get_current_placement_group
 
 from actors.gauges import Gauges
 from dspark.config import Settings, dotted
@@ -46,6 +47,7 @@ class TrainTask:
     stop: Any = None  # handle of the run's StopActor; None: nobody can stop it
     validation: Validation | None = None
     run: str = ""  # name of the run's folder
+    places: Any = None  # ray.util.queue.Queue of (run, placement group), for whoever ends runs from outside
 
     def positions(self, step: int, rank: int) -> range:
         """Plan positions of a rank's rows of a step: rows are dealt to the ranks in turn."""
@@ -56,6 +58,8 @@ class TrainTask:
         """Shows Prometheus that trainers are at work, so that a first record that never comes is noticed."""
         if rank == 0:
             Gauges(self.run).set("dspark_recorded_seconds", time.time())
+            if self.places is not None:
+                self.places.put((self.run, get_current_placement_group()))
 
     def report(self, record: Mapping[str, float], steps: int) -> None:
         """Sends a record over so many steps to the driver, and shows it to Prometheus."""

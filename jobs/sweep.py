@@ -20,6 +20,7 @@ from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.util import get_node_ip_address
+from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
@@ -93,6 +94,7 @@ def common_of(settings: Settings, found: Sequence[Settings], rows: Rows, console
     """What the trials share; targets are loaded here, one after the other, and no more of them later."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     flag: Any = ray.remote(num_cpus=0)(StopActor).options(scheduling_strategy=here).remote()
+    places = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
     validation = {}
     if rows.validation is not None:
         taps = tuple(sorted({tap for one in found for tap in one.drafter.taps}))
@@ -109,7 +111,7 @@ def common_of(settings: Settings, found: Sequence[Settings], rows: Rows, console
     if any(one.drafter.init == "target" for one in found):
         bigrams = target_bigrams(settings, rows)
         ray.wait([bigrams], fetch_local=False)
-    return Common(flag, bigrams, validation, _pool(settings) if settings.data.source == "live" else ())
+    return Common(flag, places, bigrams, validation, _pool(settings) if settings.data.source == "live" else ())
 
 
 def _pool(settings: Settings) -> tuple[Any, ...]:

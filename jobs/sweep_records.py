@@ -11,6 +11,7 @@ from ray.tune.experiment import Trial as TuneTrial
 
 from actors.tracking import Tracker
 from jobs.outcomes import Ledger, Outcome
+from jobs.places import Places
 from jobs.progress import Stage
 from jobs.records import HISTORY, read_history
 from jobs.trial import ERROR, FAULT, FINISHED, Sweep, remove_checkpoints, run_folder
@@ -32,6 +33,10 @@ class Follower(tune.Callback):
         self.children: dict[tuple[int, int], Tracker] = {}
         self.logged: dict[tuple[int, int], int] = {}
         self.since: dict[tuple[int, int], float] = {}
+        self.places = Places(sweep.common.places)
+
+    def on_step_begin(self, iteration: int, trials: list[TuneTrial], **info: Any) -> None:
+        self.places.give_back()
 
     def on_trial_start(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
         self._begin(Outcome(*_key(trial), trial.config["values"]))
@@ -89,9 +94,11 @@ class Follower(tune.Callback):
 
     def close(self) -> None:
         """Ends the MLflow runs of trials that were broken off."""
-        for child in self.children.values():
+        for key, child in self.children.items():
+            self.places.ended(run_folder(self.sweep.folder, *key).name)
             child.end("KILLED")
         self.children.clear()
+        self.places.give_back(at_once=True)
 
     def _put(self, key: tuple[int, int], outcome: Outcome) -> None:
         self.ledger.put(replace(outcome, seconds=time.monotonic() - self.since[key]))
@@ -102,6 +109,7 @@ class Follower(tune.Callback):
         child = self.children.pop(key)
         child.tags({"dspark.trial_state": outcome.state})
         child.end("FAILED" if outcome.state == "failed" else "FINISHED")
+        self.places.ended(run_folder(self.sweep.folder, *key).name)
         remove_checkpoints(self.sweep.settings, self.sweep.folder, *key)
         self.done += self.steps
         value = "" if outcome.value is None else f", {self.ledger.tune.metric} {outcome.value:.4f} at {outcome.step}"

@@ -41,7 +41,10 @@ class Endpoint:
         last = False
         while not last:
             last = self.closed.wait(_LOOK_S)
-            with urllib.request.urlopen(self.address, timeout=30) as answer:
-                text = answer.read().decode()
+            try:
+                with urllib.request.urlopen(self.address, timeout=30) as answer:
+                    text = answer.read().decode()
+            except OSError:  # a busy agent; the next look sees the same
+                continue
             for name, labels in re.findall(r"^(ray_(?:dspark|data_current)\w*)\{([^}]*)\}", text, flags=re.MULTILINE):
                 self.found.setdefault(name, set()).update(re.findall(r'(\w+="[^"]*")', labels))
