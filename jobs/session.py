@@ -48,14 +48,10 @@ def target_actors(settings: Settings) -> int:
 
 
 @contextmanager
-def ray_session(
-    settings: Settings, booked: Mapping[str, float] | None = None, dashboard: bool = False
-) -> Iterator[None]:
+def ray_session(settings: Settings, booked: Mapping[str, float] | None = None) -> Iterator[None]:
     """Ray for the length of a command; one that the process has already joined is used as it is and left alone.
 
-    `booked` holds the CPUs and GPUs that the command's actors need; None: those of training and evaluation. A local
-    Ray has a `dashboard` for who asks for one, or sets its port: Ray Train looks up there whether a run that was ended
-    from outside is gone, and only then gives back its places.
+    `booked` holds the CPUs and GPUs that the command's actors need; None: those of training and evaluation.
 
     Raises:
         InputError: the cluster cannot be reached or is too small, or the dashboard's port is taken.
@@ -69,7 +65,7 @@ def ray_session(
     if booked is not None:
         needed = {**booked, "CPU": booked["CPU"] + _DATA_CPUS}
     if mine:
-        _start(settings, needed["CPU"], dashboard)
+        _start(settings, needed["CPU"])
     try:
         with quiet_ray():
             _check_room(needed, ray.cluster_resources())
@@ -93,7 +89,7 @@ def quiet_ray() -> Iterator[None]:
         context.enable_progress_bars = bars
 
 
-def _start(settings: Settings, cpus: float, dashboard: bool) -> None:
+def _start(settings: Settings, cpus: float) -> None:
     wanted = settings.ray
     if wanted.address == "local":
         if wanted.dashboard_port is not None:
@@ -104,7 +100,7 @@ def _start(settings: Settings, cpus: float, dashboard: bool) -> None:
             address="local",
             num_cpus=int(-(-cpus // 1)),
             object_store_memory=wanted.object_store_mb * 2**20,
-            include_dashboard=dashboard or wanted.dashboard_port is not None,
+            include_dashboard=wanted.dashboard_port is not None,
             dashboard_host="127.0.0.1",
             dashboard_port=wanted.dashboard_port,
             log_to_driver=False,

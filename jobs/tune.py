@@ -51,7 +51,7 @@ def tune(settings: Settings, resume: Path | None, dry_run: bool) -> None:
     if resume is not None:
         _check_same(settings, resume)
     experiment = open_experiment(settings, resume)
-    with experiment.tracker, ray_session(settings, booked(settings, found), dashboard=True):
+    with experiment.tracker, ray_session(settings, booked(settings, found)):
         check_places(settings, found, ray.nodes())
         check_store(settings, settings.tune.concurrent * max(held_bytes(its_rows) for _, its_rows in planned))
         steps = max(its_rows.plan.steps for _, its_rows in planned)

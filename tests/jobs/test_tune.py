@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,8 @@ import pytest
 import ray
 import yaml
 from mlflow import MlflowClient
-from ray import PlacementGroupID
 from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.schedulers import TrialScheduler
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.tracking import default_uri
 from dspark.config import Settings
@@ -201,10 +200,6 @@ def sweep(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, local_ray
     settings = load_settings(preset, ["train.lr=1e-2", "train.clip=1e30"])
     before = set(actors())
     tune(settings, None, False)
-    # This Ray has no dashboard, which Ray Train asks before it gives back the places of a run that was stopped.
-    for group, facts in ray.util.placement_group_table().items():
-        if facts["state"] == "CREATED":
-            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
     return settings, {name for actor, name in actors().items() if actor not in before}
 
 
@@ -250,9 +245,13 @@ def test_every_run_of_a_sweep_is_a_child_with_its_true_state(sweep: Swept) -> No
 
 
 @pytest.mark.slow
-def test_no_trial_of_a_live_sweep_loads_a_target(sweep: Swept) -> None:
+def test_no_trial_of_a_live_sweep_loads_a_target_and_each_gives_back_what_it_booked(sweep: Swept) -> None:
     _, used = sweep
     assert "SharedTarget" in used and not [name for name in used if "TargetActor" in name]
+    deadline = time.monotonic() + 20
+    while ray.available_resources().get("CPU", 0.0) < ray.cluster_resources()["CPU"]:
+        assert time.monotonic() < deadline, ray.available_resources()
+        time.sleep(0.2)
 
 
 def test_a_sweep_whose_trials_all_fail_ends_with_the_first_traceback(tmp_path: Path) -> None:
