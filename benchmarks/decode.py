@@ -51,6 +51,11 @@ class Side(NamedTuple):
         return sum(len(result.tokens) for result in self.results)
 
     @property
+    def kept(self) -> int:
+        """Without each text's first token, which its prompt's pass gives."""
+        return self.tokens - len(self.results)
+
+    @property
     def rounds(self) -> int:
         """Of all requests; at batch 1 these are the rounds of the engine."""
         return sum(len(result.rounds) for result in self.results)
@@ -84,7 +89,8 @@ def measure(target: Target, drafter: Drafter, requests: Sequence[Request], cycle
             print(f"{target.dtype}, {name}, batch {batch}: {side.seconds['total']:.1f} s", flush=True)
     found: dict[str, Any] = {}
     for (name, batch), side in sides.items():
-        found[f"{name}_{batch}_tokens_per_s"] = side.tokens / side.seconds["total"]
+        found[f"{name}_{batch}_tokens_per_s"] = side.kept / (side.seconds["total"] - side.seconds["prefill"])
+        found[f"{name}_{batch}_with_prompts"] = side.tokens / side.seconds["total"]
     plain, drafted = sides["plain", 1], sides["speculative", 1]
     for name in ("plain", "speculative"):
         for batch in BATCHES[1:]:

@@ -158,8 +158,8 @@ class Target:
         self, ids_1N: Tensor, taps: Sequence[int], packed: Packed, cache: Cache, decoder: PackedDecoder
     ) -> TargetStates:
         masks = self._masks(packed.visible(), packed.positions_RQ, cache)
-        kinds: Any = getattr(self.config, "layer_types", None)
-        visible = [masks[kind] for kind in kinds] if isinstance(masks, dict) else [masks] * self.layers
+        kinds = self.config.layer_types if isinstance(masks, dict) else ()
+        visible = [masks[kind] for kind in kinds] or [masks] * self.layers
         held, final_NH = decoder(self.vocabulary.embed(ids_1N[0]), taps, packed, visible, cache)
         joined = torch.cat([held[tap] for tap in taps], dim=-1) if taps else final_NH[:, :0]
         return TargetStates(joined[None], final_NH[None])
