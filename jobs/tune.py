@@ -14,6 +14,7 @@ from actors.pipelines import check_store
 from dspark.config import Settings, dotted
 from dspark.errors import InputError
 from dspark.target_files import settled
+from jobs.checkpoints import with_local_start
 from jobs.config import check_files, dump_settings, read_yaml
 from jobs.experiment import open_experiment
 from jobs.fitting import held_bytes
@@ -38,6 +39,7 @@ def tune(settings: Settings, resume: Path | None, dry_run: bool) -> None:
             also if no trial was trained to its end, with the first one's traceback.
     """
     console = Console()
+    settings = with_local_start(settings)
     check_files(settings)
     asked, settings = settings, settled(settings)
     trials = plan_trials(settings)
