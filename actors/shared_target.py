@@ -14,6 +14,7 @@ import pyarrow as pa
 import ray
 import torch
 
+from actors.places import Places
 from actors.task import Validation
 from dspark.capture import capture, prove_capture
 from dspark.data.captures import Origin, fault_table
@@ -29,7 +30,7 @@ class Common:
     """What the trials of a sweep are given, so that none of them loads a target; the sweep's own process holds it."""
 
     stop: Any  # handle of the one StopActor of all trials
-    places: Any  # ray.util.queue.Queue of (run, placement group), filled by the trainers
+    places: Places  # of the trainers of all trials
     bigrams: Any  # reference to the target's `Bigrams`; None: no trial begins with them
     validation: Mapping[int, Validation]  # by the rows of one forward of all ranks
     targets: tuple[Any, ...]  # handles of SharedTarget; empty: trials read a cache

@@ -88,7 +88,7 @@ def train_drafter(training: Training, rows: Rows, console: Console, common: Comm
     task = TrainTask(
         settings, rows.draft, plan, rows.sample_ids, rows.origin, rows.kept, start, queue, rows.start,
         stream_names(settings), storage, dump_settings(settings), flag, run=training.folder.name,
-        places=None if common is None else common.places,
+        places=None if common is None else common.places.queue,
     )  # fmt: skip
     resumable_steps(checkpoint, task)
     check_store(settings, held_bytes(rows))

@@ -24,6 +24,7 @@ from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
+from actors.places import Places
 from actors.shared_target import Common, SharedTarget
 from actors.stop_actor import StopActor
 from actors.tracking import Tracker
@@ -71,30 +72,44 @@ def run_sweep(
     ledger = Ledger.read(experiment.folder, settings.tune)
     with stop_signals(console) as asked:
         sweep = Sweep(settings, rows, experiment.folder, common_of(settings, found, rows, console))
-        _search(sweep, experiment.tracker, ledger, trials, steps, console, asked)
-        if not ledger.ranked(settings.seed):
-            raise all_failed(ledger, experiment.folder)
-        again = [
-            Outcome(number, seed, ledger.outcomes[number, settings.seed].values)
-            for number in to_confirm(ledger, settings.seed)
-            for seed in seeds
-            if (number, seed) not in ledger.outcomes or ledger.outcomes[number, seed].state in ("running", "stopped")
-        ]
-        if again and len(seeds) > 1:
-            with stage(console, "confirm", len(again) * steps) as bar:
-                follower = Follower(sweep, experiment.tracker, ledger, bar, steps, asked)
-                _fit(sweep, NextRun(again, asked), len(again), FIFOScheduler(), follower, asked)
+        try:
+            _search(sweep, experiment.tracker, ledger, trials, steps, console, asked)
+            if ledger.ranked(settings.seed):
+                _confirm(sweep, experiment.tracker, ledger, seeds, steps, console, asked)
+        finally:
+            sweep.common.places.settle()
     scores = ledger.scores(seeds)
     if not scores:
         raise all_failed(ledger, experiment.folder)
     return ledger, scores
 
 
+def _confirm(
+    sweep: Sweep,
+    tracker: Tracker,
+    ledger: Ledger,
+    seeds: Sequence[int],
+    steps: int,
+    console: Console,
+    asked: threading.Event,
+) -> None:
+    again = [
+        Outcome(number, seed, ledger.outcomes[number, seeds[0]].values)
+        for number in to_confirm(ledger, seeds[0])
+        for seed in seeds
+        if (number, seed) not in ledger.outcomes or ledger.outcomes[number, seed].state in ("running", "stopped")
+    ]
+    if again and len(seeds) > 1:
+        with stage(console, "confirm", len(again) * steps) as bar:
+            follower = Follower(sweep, tracker, ledger, bar, steps, asked)
+            _fit(sweep, NextRun(again, asked), len(again), FIFOScheduler(), follower, asked)
+
+
 def common_of(settings: Settings, found: Sequence[Settings], rows: Rows, console: Console) -> Common:
     """What the trials share; targets are loaded here, one after the other, and no more of them later."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     flag: Any = ray.remote(num_cpus=0)(StopActor).options(scheduling_strategy=here).remote()
-    places = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
+    places = Places(Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here}))
     validation = {}
     if rows.validation is not None:
         taps = tuple(sorted({tap for one in found for tap in one.drafter.taps}))

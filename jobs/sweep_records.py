@@ -11,7 +11,6 @@ from ray.tune.experiment import Trial as TuneTrial
 
 from actors.tracking import Tracker
 from jobs.outcomes import Ledger, Outcome
-from jobs.places import Places
 from jobs.progress import Stage
 from jobs.records import HISTORY, read_history
 from jobs.trial import ERROR, FAULT, FINISHED, Sweep, remove_checkpoints, run_folder
@@ -33,7 +32,7 @@ class Follower(tune.Callback):
         self.children: dict[tuple[int, int], Tracker] = {}
         self.logged: dict[tuple[int, int], int] = {}
         self.since: dict[tuple[int, int], float] = {}
-        self.places = Places(sweep.common.places)
+        self.places = sweep.common.places
 
     def on_step_begin(self, iteration: int, trials: list[TuneTrial], **info: Any) -> None:
         self.places.give_back()
@@ -45,6 +44,7 @@ class Follower(tune.Callback):
         """Opens a run's MLflow run, and its line in the ledger; it may have one from before."""
         key = run.number, run.seed
         known = self.ledger.outcomes.get(key, run)
+        self.places.began(run_folder(self.sweep.folder, *key).name)
         child = self.tracker.child(run_folder(self.sweep.folder, *key).name, known.mlflow_run_id)
         if known.mlflow_run_id is None:
             child.params({"trial": key[0], "seed": key[1], **known.values})
@@ -98,7 +98,6 @@ class Follower(tune.Callback):
             self.places.ended(run_folder(self.sweep.folder, *key).name)
             child.end("KILLED")
         self.children.clear()
-        self.places.give_back(at_once=True)
 
     def _put(self, key: tuple[int, int], outcome: Outcome) -> None:
         self.ledger.put(replace(outcome, seconds=time.monotonic() - self.since[key]))

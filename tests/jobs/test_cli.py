@@ -20,6 +20,7 @@ COMMANDS = [
     "prepare",
     "capture",
     "train",
+    "tune",
     "evaluate",
     "calibrate",
     "simulate",

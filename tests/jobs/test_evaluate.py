@@ -54,7 +54,7 @@ def test_drafters_are_measured_side_by_side_and_a_killed_run_decodes_only_what_i
         evaluate(load_settings(preset, []), drafters, None, False)
     run = (tmp_path / "runs" / "latest").resolve()
     for name in ("dspark_decoded_tokens", "dspark_decode_seconds"):
-        assert {f'run="{run.name}"', 'drafter="none"', 'drafter="vanilla"'} <= endpoint.found[exported(name)]
+        assert {f'run="{run.name}"', 'drafter="none"', 'drafter="dspark"'} <= endpoint.found[exported(name)]
     first, record = rows_of(run), (run / "run.json").read_text()
     check_rows(first)
     check_files(run)

@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.schedulers import TrialScheduler
 
-from actors.tracking import default_uri
+from actors.tracking import tracking_uri
 from dspark.config import Settings
 from dspark.errors import InputError
 from dspark.evaluation.sweep_plots import Point, importances
@@ -230,8 +230,8 @@ def test_the_best_preset_has_the_best_mean_over_two_seeds_and_trains_as_it_is(sw
 
 @pytest.mark.slow
 def test_every_run_of_a_sweep_is_a_child_with_its_true_state(sweep: Swept) -> None:
-    client = MlflowClient(default_uri(sweep[0].output))
-    experiment = client.get_experiment_by_name("dspark")
+    client = MlflowClient(tracking_uri(sweep[0].tracking, sweep[0].output))
+    experiment = client.get_experiment_by_name(sweep[0].tracking.experiment)
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
     (parent,) = (run for run in runs if "mlflow.parentRunId" not in run.data.tags)

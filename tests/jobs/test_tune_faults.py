@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from actors.tracking import default_uri
 from tests.conftest import tiny_preset, write_conversations
 
 pytestmark = pytest.mark.faults
@@ -67,7 +66,7 @@ def test_a_sweep_that_was_ended_goes_on_where_it_was(tmp_path: Path, tiny_target
     assert after[0] == before[0]
     assert [step for step, _ in after[1]["curve"]] == list(range(2, 21, 2))
     assert "resumed at step" in (folder / "trials" / "01-seed42" / "log.txt").read_text()
-    client = MlflowClient(default_uri(tmp_path / "runs"))
+    client = MlflowClient(json.loads((folder / "run.json").read_text())["mlflow_uri"])
     child = after[1]["mlflow_run_id"]
     assert child == before[1]["mlflow_run_id"] and client.get_run(child).info.status == "FINISHED"
     steps = [metric.step for metric in client.get_metric_history(child, "loss")]

@@ -24,18 +24,28 @@ class Places:
         self.over: dict[str, float] = {}
         self.looked = 0.0
 
+    def began(self, run: str) -> None:
+        """Says that a run is there, perhaps once more."""
+        self.over.pop(run, None)
+
     def ended(self, run: str) -> None:
         """Says that a run needs none any more."""
         self.over[run] = time.monotonic()
 
-    def give_back(self, at_once: bool = False) -> None:
-        """Removes the groups of runs that ended some seconds ago, or `at_once` of all that have ended."""
+    def give_back(self) -> None:
+        """Removes the groups of runs that ended some seconds ago; looks once a second, however often it is called."""
         now = time.monotonic()
-        if now - self.looked < _LOOK_EVERY_S and not at_once:
+        if now - self.looked < _LOOK_EVERY_S:
             return
         self.looked = now
         for run, group in self.queue.get_nowait_batch(self.queue.qsize()):
             self.held.setdefault(run, []).append(group)
-        for run in [run for run, since in self.over.items() if at_once or now - since > _LATEST_S]:
+        for run in [run for run, since in self.over.items() if now - since >= _LATEST_S]:
             for group in self.held.pop(run, []):
                 remove_placement_group(group)  # of one that is gone it does nothing
+
+    def settle(self) -> None:
+        """Removes those of all runs that have ended, when the last one had its seconds."""
+        if self.over:
+            time.sleep(max(_LOOK_EVERY_S, max(self.over.values()) + _LATEST_S - time.monotonic()))
+            self.give_back()
