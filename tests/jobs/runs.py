@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -33,6 +34,17 @@ def finish(run: subprocess.Popen[str], timeout_s: float = 280) -> str:
     output, errors = run.communicate(timeout=timeout_s)
     assert run.returncode == 0, errors[-3000:]
     return output
+
+
+def kill_all(run: subprocess.Popen[str]) -> None:
+    """SIGKILL to the run and all that it started, at the same moment: as if the machine had gone."""
+    driver = psutil.Process(run.pid)
+    processes = [*driver.children(recursive=True), driver]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+    run.wait()
 
 
 def records(folder: Path) -> list[tuple[int, float]]:

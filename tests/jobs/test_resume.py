@@ -19,7 +19,7 @@ from dspark.errors import InputError
 from jobs.config import load_settings
 from jobs.train import train
 from tests.conftest import tiny_preset
-from tests.jobs.runs import assert_each_row_once, finish, records, start, wait_for_step
+from tests.jobs.runs import assert_each_row_once, finish, kill_all, records, start, wait_for_step
 
 pytestmark = pytest.mark.faults
 SNAPSHOT = "*/train/checkpoint_manager_snapshot.json"
@@ -45,8 +45,7 @@ def kill_after_a_checkpoint(run: subprocess.Popen[str], output: Path, step: int 
         assert run.poll() is None, run.communicate()[1][-3000:]
         assert time.monotonic() < deadline, "no checkpoint appeared"
         time.sleep(0.05)
-    os.killpg(run.pid, signal.SIGKILL)
-    run.wait()
+    kill_all(run)
 
 
 @pytest.fixture(scope="module")
