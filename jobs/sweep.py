@@ -78,6 +78,9 @@ def run_sweep(
                 _confirm(sweep, experiment.tracker, ledger, seeds, steps, console, asked)
         finally:
             sweep.common.places.settle()
+            # Ray Tune holds what its trials were given for as long as this process lives.
+            for target in sweep.common.targets:
+                ray.kill(target)
     scores = ledger.scores(seeds)
     if not scores:
         raise all_failed(ledger, experiment.folder)

@@ -104,8 +104,8 @@ def check_files(run: Path) -> None:
     assert {(row["drafter"], row["section"], row["domain"]) for row in lines} >= {
         ("eagle3", "benchmarks", "mean chat"), ("dspark", "held_out", "all"),
     }  # fmt: skip
-    (whole,) = (row for row in lines if (row["drafter"], row["batch"], row["domain"]) == ("none", "1", "mt-bench"))
-    interval = scopes["mt-bench"]["lengths"]["none"]
+    (whole,) = (row for row in lines if (row["drafter"], row["batch"], row["domain"]) == ("eagle3", "1", "mt-bench"))
+    interval = scopes["mt-bench"]["lengths"]["eagle3"]
     assert [float(whole[f"acceptance_length_{end}"]) for end in ("low", "high")] == [interval["low"], interval["high"]]
     assert len([row for row in lines if row["batch"] == "2" and row["speedup"]]) == 2 * 3
     record = json.loads((run / "run.json").read_text())

@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from tests.conftest import tiny_preset, write_conversations
 from tests.jobs.runs import kill_all
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 REPOSITORY = Path(__file__).parents[2]
 
 
