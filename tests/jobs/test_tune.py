@@ -209,6 +209,7 @@ def actors() -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_best_preset_has_the_best_mean_over_two_seeds_and_trains_as_it_is(sweep: Swept) -> None:
     folder = sweep[0].output / "latest"
     result = json.loads((folder / "result.json").read_text())
@@ -229,6 +230,7 @@ def test_the_best_preset_has_the_best_mean_over_two_seeds_and_trains_as_it_is(sw
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_every_run_of_a_sweep_is_a_child_with_its_true_state(sweep: Swept) -> None:
     client = MlflowClient(tracking_uri(sweep[0].tracking, sweep[0].output))
     experiment = client.get_experiment_by_name(sweep[0].tracking.experiment)
@@ -245,6 +247,7 @@ def test_every_run_of_a_sweep_is_a_child_with_its_true_state(sweep: Swept) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_no_trial_of_a_live_sweep_loads_a_target_and_each_gives_back_what_it_booked(sweep: Swept) -> None:
     _, used = sweep
     assert "SharedTarget" in used and not [name for name in used if "TargetActor" in name]
