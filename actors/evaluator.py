@@ -123,7 +123,7 @@ class EvaluatorActor:
         return _Decoded(generations, {name: value / len(asked) for name, value in spent.items()})
 
     def _show(self, drafter: str, decoded: _Decoded) -> None:
-        prompts, rounds = decoded.generations, [asdict(one) for found in decoded.generations for one in found.rounds]
+        prompts, rounds = decoded.generations, [{"kept": one.kept} for row in decoded.generations for one in row.rounds]
         self.gauges.add("dspark_decoded_tokens", sum(len(found.tokens) for found in prompts), drafter=drafter)
         self.gauges.add("dspark_decode_seconds", decoded.seconds["total"] * len(prompts), drafter=drafter)
         if drafter != PLAIN and (length := acceptance_length(rounds)) is not None:

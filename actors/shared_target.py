@@ -12,17 +12,15 @@ from typing import Any
 
 import pyarrow as pa
 import ray
-import torch
 
 from actors.places import Places
+from actors.target import LoadedTarget
 from actors.task import Validation
-from dspark.capture import capture, prove_capture
 from dspark.data.captures import Origin, fault_table
 from dspark.data.plan import Plan
 from dspark.data.rows import sample_at
 from dspark.errors import InputError
 from dspark.sections import TargetPoolSettings, TargetSettings
-from dspark.target import load_target
 
 
 @dataclass(frozen=True)
@@ -40,29 +38,21 @@ class SharedTarget:
     """One target on one device, for the windows of many runs."""
 
     def __init__(self, target: TargetSettings, pool: TargetPoolSettings) -> None:
-        torch.set_num_threads(pool.threads)
-        self.batch_tokens = pool.batch_tokens
+        self.target = LoadedTarget(target, pool)
         self.proved: set[tuple[int, ...]] = set()
-        self.fault: str | None = None
-        try:
-            self.target = load_target(target)
-        except InputError as error:
-            self.fault = str(error)
 
     def ready(self) -> str | None:
         """What keeps the target from being had, if anything does."""
-        return self.fault
+        return self.target.fault
 
     def captured(self, rows: pa.Table, origin: Origin) -> pa.Table:
         """The captured table of these token rows, with the taps of `origin`."""
-        if self.fault is not None:
-            return fault_table(origin, rows.num_rows, self.fault)
         samples = [sample_at(rows, row) for row in range(rows.num_rows)]
         if origin.taps not in self.proved:
-            prove_capture(self.target, samples[0], origin.taps)
+            self.target.prove(samples[0], origin.taps)
             self.proved.add(origin.taps)
         try:
-            return capture(self.target, samples, origin, self.batch_tokens)
+            return self.target.captured(samples, origin)
         except InputError as error:
             return fault_table(origin, rows.num_rows, str(error))
 

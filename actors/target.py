@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,41 @@ from dspark.data.cache import bytes_per_token
 from dspark.data.captures import Origin, fault_table
 from dspark.data.plan import Plan
 from dspark.data.prefetch import ahead
+from dspark.data.render import Sample
 from dspark.data.rows import sample_at
 from dspark.data.shards import ShardTask, is_written, new_shard, write_shard
 from dspark.errors import InputError
 from dspark.model.warm_start import Bigrams, bigrams_of
 from dspark.sections import TargetPoolSettings, TargetSettings
 from dspark.target import load_target
+
+
+class LoadedTarget:
+    """A target on this process's device, or why it cannot be had."""
+
+    def __init__(self, target: TargetSettings, pool: TargetPoolSettings) -> None:
+        torch.set_num_threads(pool.threads)
+        self.batch_tokens = pool.batch_tokens
+        self.fault: str | None = None
+        try:
+            self.target = load_target(target)
+        except InputError as error:
+            self.fault = str(error)
+
+    def prove(self, sample: Sample, taps: Sequence[int]) -> None:
+        """Raises if what is captured is not what the target computes."""
+        if self.fault is None:
+            prove_capture(self.target, sample, taps)
+
+    def captured(self, samples: Sequence[Sample], origin: Origin) -> pa.Table:
+        """The captured table.
+
+        Raises:
+            InputError: the target cannot be had, or cannot compute these.
+        """
+        if self.fault is not None:
+            raise InputError(self.fault)
+        return capture(self.target, samples, origin, self.batch_tokens)
 
 
 class TargetActor:
@@ -46,18 +75,12 @@ class TargetActor:
         run: str,
         records: Any,
     ) -> None:
-        torch.set_num_threads(pool.threads)
-        self.origin, self.batch_tokens, self.keep, self.records = origin, pool.batch_tokens, keep, records
+        self.origin, self.keep, self.records = origin, keep, records
         self.gauges = Gauges(run)
         self.rows: pa.Table = ray.get(rows)
         self.plan: Plan = ray.get(plan)
-        self.fault: str | None = None
-        try:
-            self.target = load_target(target)
-        except InputError as error:
-            self.fault = str(error)
-        else:
-            prove_capture(self.target, sample_at(self.rows, 0), origin.taps)
+        self.target = LoadedTarget(target, pool)
+        self.target.prove(sample_at(self.rows, 0), origin.taps)
         self.told = time.perf_counter()
 
     def __call__(self, window: pa.Table) -> Iterator[pa.Table]:
@@ -78,11 +101,9 @@ class TargetActor:
         self.told = time.perf_counter()
 
     def _captured(self, number: int, positions: slice) -> pa.Table:
-        if self.fault is not None:
-            raise InputError(self.fault)
         samples = [sample_at(self.rows, row) for row in self.plan.order[positions].tolist()]
         since = time.perf_counter()
-        captured = capture(self.target, samples, self.origin, self.batch_tokens)
+        captured = self.target.captured(samples, self.origin)
         show_capture(self.gauges, captured, time.perf_counter() - since)
         if self.keep is not None:
             self._write(self.keep, number, captured, self.plan.counted[positions])
@@ -106,18 +127,12 @@ class ShardActor:
     def __init__(
         self, target: TargetSettings, pool: TargetPoolSettings, task: ShardTask, rows: Any, max_bad_run: int
     ) -> None:
-        torch.set_num_threads(pool.threads)
-        self.task, self.batch_tokens = task, pool.batch_tokens
+        self.task = task
         self.gauges = Gauges(task.folder.rstrip("/").rpartition("/")[2])
         self.rows: pa.Table = ray.get(rows[0])
         self.only_finite = OnlyFinite(max_bad_run)
-        self.fault: str | None = None
-        try:
-            self.target = load_target(target)
-        except InputError as error:
-            self.fault = str(error)
-        else:
-            prove_capture(self.target, sample_at(self.rows, 0), task.origin.taps)
+        self.target = LoadedTarget(target, pool)
+        self.target.prove(sample_at(self.rows, 0), task.origin.taps)
 
     def __call__(self, plan: pa.Table) -> Iterator[pa.Table]:
         """Writes one shard, and says after each forward what has been written since the last one.
@@ -127,8 +142,8 @@ class ShardActor:
         """
         told, expected = 0, plan.num_rows + 1
         try:
-            if self.fault is not None:
-                raise InputError(self.fault)
+            if self.target.fault is not None:
+                raise InputError(self.target.fault)
             for news in self._written(plan):
                 told += 1
                 yield news
@@ -146,16 +161,15 @@ class ShardActor:
         with new_shard(self.task, index, planned) as shard:
             for batch, table in zip(batches, map(self.only_finite, tables), strict=True):
                 shard.add(table)
-                tokens = int(pc.sum(pc.list_value_length(table.column("input_ids"))).as_py() or 0)
                 left_out = len(batch) - table.num_rows
-                yield _news(len(batch), tokens, shard.bytes - size, left_out, began)
+                yield _news(len(batch), tokens_in(table), shard.bytes - size, left_out, began)
                 size = shard.bytes
         yield _news(bytes=shard.record.bytes - size, began=began)
 
     def _captured(self, batch: list[int]) -> pa.Table:
         since = time.perf_counter()
         samples = [sample_at(self.rows, row) for row in batch]
-        captured = capture(self.target, samples, self.task.origin, self.batch_tokens)
+        captured = self.target.captured(samples, self.task.origin)
         show_capture(self.gauges, captured, time.perf_counter() - since)
         return captured
 
@@ -166,9 +180,14 @@ class ShardActor:
 def show_capture(gauges: Gauges, captured: pa.Table, seconds: float) -> None:
     """Counts what a target captured, and how long it took."""
     gauges.add("dspark_captured_rows", captured.num_rows)
-    gauges.add("dspark_captured_tokens", int(pc.sum(pc.list_value_length(captured.column("input_ids"))).as_py() or 0))
+    gauges.add("dspark_captured_tokens", tokens_in(captured))
     gauges.add("dspark_captured_bytes", captured.nbytes)
     gauges.add("dspark_capture_seconds", seconds)
+
+
+def tokens_in(captured: pa.Table) -> int:
+    """Tokens of all samples of a captured table."""
+    return int(pc.sum(pc.list_value_length(captured.column("input_ids"))).as_py() or 0)
 
 
 def _news(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from dspark.model.few_rows import for_few_rows
-from dspark.model.light import rms_normed
+from dspark.model.light import rms_normed, rotated, signed_sine
 from dspark.packed import Packed, attend
 
 
@@ -31,13 +31,10 @@ class Product(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine [N, 1, D] of a pass; the partner of a left half enters with a minus, which its sine has."""
+    """Cosine and signed sine [N, 1, D] of a pass."""
 
     cos: Tensor
-    sin: Tensor
-
-    def __call__(self, x_NnD: Tensor) -> Tensor:
-        return x_NnD * self.cos + x_NnD.roll(x_NnD.shape[-1] // 2, -1) * self.sin
+    signed_sin: Tensor
 
 
 class Norm(NamedTuple):
@@ -62,8 +59,7 @@ class PackedDecoder:
     ) -> tuple[dict[int, Tensor], Tensor]:
         """States [N, H] at `taps`, and the normed last ones; `visible` is the mask of each layer."""
         cos_1ND, sin_1ND = self.rotary(embedded_NH, packed.positions_N[None])
-        left, right = sin_1ND[0, :, None].chunk(2, dim=-1)
-        rotation = Rotation(cos_1ND[0, :, None], torch.cat((-left, right), dim=-1))
+        rotation = Rotation(cos_1ND[0, :, None], signed_sine(sin_1ND[0, :, None]))
         x_NH = embedded_NH
         held = {-1: x_NH} if -1 in taps else {}
         for number, (layer, seen) in enumerate(zip(self.layers, visible, strict=True)):
@@ -93,7 +89,7 @@ class PackedLayer:
         turning, values_NGD = heads[:, : self.rotated], heads[:, self.rotated :]
         if self.head_norm is not None:
             turning = self.head_norm(turning)
-        turned = rotation(turning)
+        turned = rotated(turning, *rotation)
         queries_NnD, keys_NGD = turned[:, : -self.groups], turned[:, -self.groups :]
         keys, values = cache.update(keys_NGD.transpose(0, 1)[None], values_NGD.transpose(0, 1)[None], self.number)
         mixed_NnD = attend(queries_NnD, keys, values, visible, self.scale, packed)

@@ -13,8 +13,7 @@ from dspark.decoding.engine import Engine, Request, Sampling
 from dspark.decoding.policies import PolicyName, choose_policy
 from dspark.decoding.rounds import Progress
 from dspark.errors import InputError
-from dspark.model.checkpoints import CONFIG, RUN_KEY, read_json
-from dspark.model.exchange import check_made_for, load_for_target
+from dspark.model.exchange import check_made_for, load_for_target, target_facts_of
 from dspark.sections import Precision, TargetSettings
 from dspark.target import load_target
 
@@ -81,7 +80,7 @@ def target_of(checkpoint: Path, wish: Wish) -> TargetSettings:
     """
     if wish.target is not None:
         return TargetSettings(model=wish.target, dtype=wish.dtype)
-    made_for = read_json(checkpoint / CONFIG).get(RUN_KEY, {}).get("target", {})
+    made_for = target_facts_of(checkpoint)
     if "name" not in made_for:
         raise InputError(f"{checkpoint} does not say for which target it was trained: name it with --target")
     return TargetSettings(model=made_for["name"], revision=made_for.get("revision"), dtype=wish.dtype)

@@ -33,7 +33,7 @@ def with_local_start(settings: Settings) -> Settings:
     return settings.model_copy(update={"drafter": drafter})
 
 
-def is_registered(checkpoint: Path) -> bool:
+def is_registered(checkpoint: Path | str) -> bool:
     """Whether a checkpoint is named by its place in the registry."""
     return str(checkpoint).startswith(REGISTERED)
 

@@ -19,7 +19,8 @@ from dspark.config import Settings
 from dspark.data.files import SUFFIXES
 from dspark.errors import InputError
 from dspark.redaction import redacted
-from dspark.sections import REGISTERED, Section
+from dspark.sections import Section
+from jobs.checkpoints import is_registered
 from jobs.uploading import check_outputs, in_submitted_job
 
 Values = dict[str, Any]
@@ -139,7 +140,7 @@ def check_files(settings: Settings) -> None:
     if folder is not None and not folder.is_dir():
         faults.append(f"evaluate.benchmarks: there is no folder {folder}")
     start = settings.drafter.start_from
-    if start is not None and not str(start).startswith(REGISTERED) and not start.is_dir():
+    if start is not None and not is_registered(start) and not start.is_dir():
         faults.append(f"drafter.start_from: there is no folder {start}")
     if faults:
         raise InputError("; ".join(faults) + ": correct the path or make the data first")
@@ -207,7 +208,7 @@ def _absolute(values: Values, folder: Path, home: Path) -> Values:
     """The values with their paths made absolute; what is no text is left for the validation to refuse."""
     for keys, start in _PATHS.items():
         found = _lookup(values, keys)
-        if not isinstance(found, str) or "://" in found or found.startswith(REGISTERED):
+        if not isinstance(found, str) or "://" in found or is_registered(found):
             continue
         path = os.path.normpath((home if start == "home" else folder) / Path(found).expanduser())
         # A target or source that is not written as a path is a hub id or a known name.

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from dspark.tuning import TuneSettings
 from jobs.sweeping import Trial, Values, shown_value
+from jobs.whole_file import write_whole
 
 TRIALS, TABLE = "trials.json", "trials.csv"
 # `running` of a sweep that is over was broken off. `stopped`: the scheduler found others better at the same step.
@@ -81,9 +82,7 @@ class Ledger:
         self.outcomes[outcome.number, outcome.seed] = outcome
         rows = [asdict(one) for one in self.outcomes.values()]
         found = {"metric": self.tune.metric, "smaller_is_better": self.tune.smaller, "trials": rows}
-        fresh = self.folder / f".{TRIALS}.part"
-        fresh.write_text(json.dumps(found, indent=1) + "\n")
-        fresh.replace(self.folder / TRIALS)
+        write_whole(self.folder / TRIALS, json.dumps(found, indent=1) + "\n")
         self._write_table()
 
     def _write_table(self) -> None:

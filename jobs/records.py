@@ -15,6 +15,7 @@ from ray.util.queue import Queue
 from jobs.experiment import Training
 from jobs.following import Following
 from jobs.progress import Stage, training_note
+from jobs.whole_file import write_whole
 
 HISTORY = "history.jsonl"
 
@@ -89,9 +90,7 @@ class Records:
 
     def _write(self) -> None:
         """Replaces the file by the history, whole or not at all."""
-        fresh = self.path.with_name(f".{self.path.name}.part")
-        fresh.write_text("".join(json.dumps(entry) + "\n" for entry in self.history))
-        fresh.replace(self.path)
+        write_whole(self.path, "".join(json.dumps(entry) + "\n" for entry in self.history))
 
 
 def read_history(path: Path) -> list[dict[str, float]]:

@@ -18,7 +18,7 @@ from dspark.evaluation.model_card import NOT_STATED
 from dspark.evaluation.recorded import LENGTH, LOSSLESS
 from dspark.model.checkpoints import read_json
 from dspark.redaction import HIDDEN, redacted
-from dspark.sections import NAME_PATTERN, TrackingSettings
+from dspark.sections import NAME_PATTERN, REGISTERED, TrackingSettings
 from dspark.target_files import fingerprint
 from jobs.checkpoints import is_registered, local_checkpoint, store_of
 from jobs.experiment import RECORD, Experiment
@@ -56,7 +56,7 @@ def register(checkpoint: Path, name: str, evaluation: Path | None, uri: str | No
     if dry_run:
         return None
     version = _add(registry, name, made, trained_by)
-    console.print(f"models:/{name}/{version}", soft_wrap=True)
+    console.print(f"{REGISTERED}{name}/{version}", soft_wrap=True)
     return version
 
 

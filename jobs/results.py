@@ -17,6 +17,7 @@ from dspark.errors import InputError
 from dspark.evaluation.metrics import PromptResult
 from dspark.target_files import fingerprint, resolve
 from jobs.rows import PromptRows, prompt_thinking
+from jobs.whole_file import write_whole
 
 RESULTS, DESCRIPTION = "results.jsonl", "evaluation.json"
 # Who decodes and on what is no part of what is measured: results do not depend on it.
@@ -85,9 +86,7 @@ class ResultsFile:
             (self.path.with_name(DESCRIPTION), json.dumps(self.description, indent=1) + "\n"),
             (self.path, self._lines(results)),
         ):
-            fresh = path.with_name(f".{path.name}.part")
-            fresh.write_text(text, encoding="utf-8")
-            fresh.replace(path)
+            write_whole(path, text)
 
     def add(self, results: Sequence[PromptResult]) -> None:
         """Appends results so that they outlive this process."""

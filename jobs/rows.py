@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -71,7 +72,7 @@ def prepare_rows(settings: Settings) -> Rows:
             too many positions.
     """
     config = load_config(settings.target)
-    draft, start = _drafter_of(settings)
+    draft, start = _drafter_of(config, settings)
     data = settings.data
     if data.max_length > config.max_position_embeddings:
         raise InputError(
@@ -100,9 +101,8 @@ def prepare_rows(settings: Settings) -> Rows:
         dropped += unusable
     table = rows_table(rendered.samples)
     measured = None if data.validation is None else _validation_rows(settings, renderer, mark, table)
-    return Rows(
-        table, dropped, _plan_of(settings, table), draft, origin, _kept_tokens(settings, draft, table), start, measured
-    )
+    kept = _kept_tokens(config, tokenizer, draft, table)
+    return Rows(table, dropped, _plan_of(settings, table), draft, origin, kept, start, measured)
 
 
 def replanned(rows: Rows, settings: Settings) -> Rows:
@@ -111,21 +111,24 @@ def replanned(rows: Rows, settings: Settings) -> Rows:
     Raises:
         InputError: the drafter does not fit the target or its checkpoint.
     """
-    draft, start = _drafter_of(settings)
-    same = draft.draft_vocab == rows.draft.draft_vocab
+    config = load_config(settings.target)
+    draft, start = _drafter_of(config, settings)
+    kept = rows.kept
+    if draft.draft_vocab != rows.draft.draft_vocab:
+        kept = _kept_tokens(config, load_tokenizer(settings.target), draft, rows.table)
     return replace(
         rows,
         plan=_plan_of(settings, rows.table),
         draft=draft,
         origin=replace(rows.origin, taps=draft.taps),
-        kept=rows.kept if same else _kept_tokens(settings, draft, rows.table),
+        kept=kept,
         start=start,
     )
 
 
-def _drafter_of(settings: Settings) -> tuple[AnyConfig, str | None]:
+def _drafter_of(config: Any, settings: Settings) -> tuple[AnyConfig, str | None]:
     """The architecture, and the fingerprint of the checkpoint that it starts from."""
-    draft, start = drafter_config(load_config(settings.target), settings), settings.drafter.start_from
+    draft, start = drafter_config(config, settings), settings.drafter.start_from
     if start is None:
         return draft, None
     read_start(start, draft)
@@ -137,11 +140,12 @@ def _plan_of(settings: Settings, table: pa.Table) -> Plan:
     return make_plan(table.num_rows, settings.seed, train.epochs, train.global_batch, train.max_steps)
 
 
-def _kept_tokens(settings: Settings, draft: AnyConfig, table: pa.Table) -> NDArray[np.int64] | None:
+def _kept_tokens(
+    config: Any, tokenizer: PreTrainedTokenizerBase, draft: AnyConfig, table: pa.Table
+) -> NDArray[np.int64] | None:
     if draft.draft_vocab == draft.vocab:
         return None
-    special = special_tokens(load_config(settings.target), load_tokenizer(settings.target))
-    return keep_tokens(supervised_counts(table, draft.vocab), draft.draft_vocab, special)
+    return keep_tokens(supervised_counts(table, draft.vocab), draft.draft_vocab, special_tokens(config, tokenizer))
 
 
 def _validation_rows(settings: Settings, renderer: Renderer, mark: str, trained: pa.Table) -> pa.Table:

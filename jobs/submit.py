@@ -20,6 +20,7 @@ from rich.console import Console
 from dspark.errors import InputError
 from dspark.redaction import redacted
 from jobs.arguments import is_override
+from jobs.checkpoints import is_registered
 from jobs.commit import VARIABLE, git_commit
 from jobs.config import load_settings
 from jobs.uploading import check_inputs, check_outputs, collect_upload
@@ -111,7 +112,7 @@ def _check_drafters(command: str, drafters: Sequence[str], root: Path) -> None:
     if not drafters or (command == "calibrate" and len(drafters) > 1):
         raise InputError(f"`submit {command}` takes {_DRAFTERS[command]} behind the preset, found {len(drafters)}")
     for place in drafters:
-        if "://" not in place and not place.startswith("models:/"):
+        if "://" not in place and not is_registered(place):
             _check_folder(place, f"drafter {place}", root)
 
 

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ray import tune
@@ -44,8 +45,8 @@ class Follower(tune.Callback):
         """Opens a run's MLflow run, and its line in the ledger; it may have one from before."""
         key = run.number, run.seed
         known = self.ledger.outcomes.get(key, run)
-        self.places.began(run_folder(self.sweep.folder, *key).name)
-        child = self.tracker.child(run_folder(self.sweep.folder, *key).name, known.mlflow_run_id)
+        self.places.began(self._folder(key).name)
+        child = self.tracker.child(self._folder(key).name, known.mlflow_run_id)
         if known.mlflow_run_id is None:
             child.params({"trial": key[0], "seed": key[1], **known.values})
         self.children[key], self.since[key] = child, time.monotonic() - known.seconds
@@ -75,7 +76,7 @@ class Follower(tune.Callback):
         key = _key(trial)
         if key not in self.children:  # it failed before it started
             self._begin(Outcome(*key, trial.config["values"]))
-        error = run_folder(self.sweep.folder, *key) / ERROR
+        error = self._folder(key) / ERROR
         if not error.is_file():  # its process is gone, and Ray knows why
             error.parent.mkdir(parents=True, exist_ok=True)
             error.write_text(str(trial.get_error()))
@@ -95,7 +96,7 @@ class Follower(tune.Callback):
     def close(self) -> None:
         """Ends the MLflow runs of trials that were broken off."""
         for key, child in self.children.items():
-            self.places.ended(run_folder(self.sweep.folder, *key).name)
+            self.places.ended(self._folder(key).name)
             child.end("KILLED")
         self.children.clear()
 
@@ -108,7 +109,7 @@ class Follower(tune.Callback):
         child = self.children.pop(key)
         child.tags({"dspark.trial_state": outcome.state})
         child.end("FAILED" if outcome.state == "failed" else "FINISHED")
-        self.places.ended(run_folder(self.sweep.folder, *key).name)
+        self.places.ended(self._folder(key).name)
         remove_checkpoints(self.sweep.settings, self.sweep.folder, *key)
         self.done += self.steps
         value = "" if outcome.value is None else f", {self.ledger.tune.metric} {outcome.value:.4f} at {outcome.step}"
@@ -120,11 +121,14 @@ class Follower(tune.Callback):
 
     def _log(self, key: tuple[int, int]) -> None:
         """Records of a run that MLflow has not been given by this process."""
-        history = read_history(run_folder(self.sweep.folder, *key) / HISTORY)
+        history = read_history(self._folder(key) / HISTORY)
         fresh = [record for record in history if record["step"] > self.logged[key]]
         if fresh:
             self.children[key].records(fresh)
             self.logged[key] = int(fresh[-1]["step"])
+
+    def _folder(self, key: tuple[int, int]) -> Path:
+        return run_folder(self.sweep.folder, *key)
 
     def _show(self) -> None:
         running = [self.ledger.outcomes[key] for key in self.children]

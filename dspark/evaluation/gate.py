@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dspark.evaluation.recorded import CONDITIONS, SAMPLING, Recorded, recorded_in, scope_named
+from dspark.sections import REGISTERED
 
 TARGET = "target_fingerprint"
 _ROUNDING = 1e-9
@@ -24,7 +25,7 @@ class Entry:
 
     @property
     def uri(self) -> str:
-        return f"models:/{self.name}/{self.version}"
+        return f"{REGISTERED}{self.name}/{self.version}"
 
 
 @dataclass(frozen=True)

@@ -238,13 +238,19 @@ def load_for_target(folder: Path, target: TargetSettings, device: torch.device, 
     return LoadedDrafter(drafter.to(device=device, dtype=dtype), vocabulary.to(device, dtype), found.config, extra)
 
 
+def target_facts_of(folder: Path) -> dict[str, Any]:
+    """What a drafter that this project made says of its target (name, revision, fingerprint); else nothing."""
+    found: dict[str, Any] = read_json(folder / CONFIG).get(RUN_KEY, {}).get("target", {})
+    return found
+
+
 def check_made_for(target: TargetSettings, folder: Path) -> None:
     """A drafter that this project made says which weights it was made for.
 
     Raises:
         InputError: the target has others.
     """
-    made_for = read_json(folder / CONFIG).get(RUN_KEY, {}).get("target", {})
+    made_for = target_facts_of(folder)
     wanted = made_for.get("fingerprint")
     if wanted is not None and wanted != (found := fingerprint(resolve(target))):
         raise InputError(

@@ -16,7 +16,7 @@ from dspark.errors import InputError
 from dspark.model.activations import activation
 from dspark.model.attention import KeyValues, Room, Sight, attend
 from dspark.model.config import DraftConfig
-from dspark.model.light import gated, rms_normed
+from dspark.model.light import gated, rms_normed, rotated, signed_sine
 
 
 class RMSNorm(nn.Module):
@@ -52,13 +52,12 @@ class Rotary:
     def __call__(self, x_BNQD: Tensor) -> Tensor:
         """Rotates queries or keys [B, heads, positions, D]; the product is fp32, the result has x's dtype."""
         x = x_BNQD.float()
-        return (x * self._of_heads[0] + x.roll(x.shape[-1] // 2, -1) * self._of_heads[1]).to(x_BNQD.dtype)
+        return rotated(x, *self._of_heads).to(x_BNQD.dtype)
 
     @cached_property
     def _of_heads(self) -> tuple[Tensor, Tensor]:
-        """The tables of all heads [B, 1, positions, D]; the partner of a left half enters with a minus."""
-        left, right = self.sin.unsqueeze(1).chunk(2, dim=-1)
-        return self.cos.unsqueeze(1), torch.cat((-left, right), dim=-1)
+        """The tables of all heads [B, 1, positions, D], the sine signed."""
+        return self.cos.unsqueeze(1), signed_sine(self.sin.unsqueeze(1))
 
 
 class RotaryTable:

@@ -24,6 +24,17 @@ def rms_normed(x: Tensor, weight: Tensor, eps: float, fp32_scale: bool) -> Tenso
     return apply(x, weight, eps, fp32_scale)
 
 
+def signed_sine(sin: Tensor) -> Tensor:
+    """The sine [..., D] of a rotation as `rotated` takes it: the partner of a left half enters with a minus."""
+    left, right = sin.chunk(2, dim=-1)
+    return torch.cat((-left, right), dim=-1)
+
+
+def rotated(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """x [..., D] rotated, each number with its partner half a head away."""
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * signed_sin
+
+
 def gated(gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """activation(gate) * up. Keeps both inputs."""
     if not torch.is_grad_enabled():

@@ -19,12 +19,12 @@ _TITLES: dict[Part, str] = {"target": "TargetActor", "trainer": "RayTrainWorker"
 _LONGEST_WAIT_S = 240.0
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    """`dspark train` in a process group of its own, so that a signal reaches what it started."""
+def start(*arguments: str, command: str = "train") -> subprocess.Popen[str]:
+    """A command of the project in a process group of its own, so that a signal reaches what it started."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "jobs.train", *arguments]
+    words = [sys.executable, "-m", f"jobs.{command}", *arguments]
     return subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        words, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,
     )  # fmt: skip
 

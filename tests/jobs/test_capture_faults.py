@@ -4,10 +4,10 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,11 @@ from dspark.data.cache_check import verify
 from dspark.data.cache_reader import CacheReader
 from dspark.data.folder import Folder
 from tests.conftest import tiny_preset
+from tests.jobs import runs
 
 pytestmark = pytest.mark.faults
-REPOSITORY = Path(__file__).parents[2]
+start = partial(runs.start, command="capture")
 ROWS = 900
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    """`dspark capture` in a process group of its own, so that a signal reaches what it started."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "jobs.capture", *arguments]
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True,
-    )  # fmt: skip
 
 
 def wait_for_shards(run: subprocess.Popen[str], folder: Path, count: int) -> None:

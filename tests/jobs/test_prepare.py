@@ -4,8 +4,8 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from jobs.prepare import prepare
 from jobs.preparing import plan_work
 from jobs.rows import prepare_prompts, prepare_rows
 from tests.conftest import tiny_preset
+from tests.jobs import runs
 from tests.servers import Reply, Server, always, completion, serving
 from tests.tiny import tiny_target_folder
 
-REPOSITORY = Path(__file__).parents[2]
+start = partial(runs.start, command="prepare")
 ANSWERS: dict[str, Any] = {
     "validation": 0.2, "held_out": 0.3, "max_tokens": 12, "keep_cut": True, "batch": 3, "task_rows": 4
 }  # fmt: skip
@@ -279,16 +280,6 @@ def test_answers_that_are_all_cut_off_are_no_success_and_can_still_be_kept(tmp_p
     assert len(answered(tmp_path / "prepared")) == 24
 
 
-def start(preset: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`dspark prepare` in a process group of its own."""
-    command = [sys.executable, "-m", "jobs.prepare", str(preset), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True,
-    )  # fmt: skip
-
-
 def wait_for_an_answer(run: subprocess.Popen[str], folder: Path) -> None:
     deadline = time.monotonic() + 200
     while not (folder / LEDGER).is_file() or b"\n" not in (folder / LEDGER).read_bytes():
@@ -305,7 +296,7 @@ def one_by_one(folder: Path) -> tuple[str, ...]:
 @pytest.mark.faults
 def test_a_killed_preparation_resumes_and_answers_nothing_twice(prepared: Path, tmp_path: Path) -> None:
     folder = tmp_path / "killed"
-    run = start(prepared, *one_by_one(folder))
+    run = start(str(prepared), *one_by_one(folder))
     wait_for_an_answer(run, folder)
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
@@ -313,7 +304,7 @@ def test_a_killed_preparation_resumes_and_answers_nothing_twice(prepared: Path, 
         ledger.write(b'{"key": "half a li')  # what a kill within a write leaves
     kept = (folder / LEDGER).read_bytes().split(b"\n")[:-1]
     assert 0 < len(kept) < 24 and not (folder / "train.jsonl").exists()
-    resumed = start(prepared, *one_by_one(folder), "--resume", str(folder))
+    resumed = start(str(prepared), *one_by_one(folder), "--resume", str(folder))
     _, errors = resumed.communicate(timeout=280)
     assert resumed.returncode == 0, errors[-3000:]
     lines = (folder / LEDGER).read_bytes().splitlines()
@@ -327,7 +318,7 @@ def test_a_responder_that_is_killed_is_replaced_and_its_conversations_are_answer
     prepared: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "orphaned"
-    run = start(prepared, *one_by_one(folder))
+    run = start(str(prepared), *one_by_one(folder))
     wait_for_an_answer(run, folder)
     responders = [
         process

@@ -1,10 +1,8 @@
 """A sweep whose driver is killed: what has ended stays, what was broken off goes on, in the same MLflow runs."""
 
 import json
-import os
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +10,11 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.conftest import tiny_preset, write_conversations
+from tests.jobs import runs
 from tests.jobs.runs import kill_all
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(800)]
-REPOSITORY = Path(__file__).parents[2]
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    """`dspark tune` in a process group of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen(
-        [sys.executable, "-m", "jobs.tune", *arguments], cwd=REPOSITORY, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+start = partial(runs.start, command="tune")
 
 
 def outcomes(folder: Path) -> dict[int, dict[str, Any]]:
