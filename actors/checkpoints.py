@@ -5,6 +5,7 @@
       rank-00000.pt       each rank's random state, and its part of the moving averages
       drafter.safetensors the whole drafter (averaged, with `train.ema`), without the target's embedding and head
       ledger.npz          which rows were trained, and how often
+      records.jsonl       all records so far: where the driver alone is killed, nobody takes the last ones
       settings.yaml       what the run was asked for
       progress.json       steps done, ranks, validation so far, and what a run must share to go on
 
@@ -14,6 +15,7 @@ kill in mid-save, is never loaded, and removed when the run goes on. `actors.ret
 
 import json
 import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ from dspark.data.folder import Folder
 from dspark.errors import InputError
 from dspark.training.plateau import Plateau
 
-DRAFTER, SETTINGS, TAG = "drafter.safetensors", "settings.yaml", "deepspeed"
+DRAFTER, RECORDS, SETTINGS, TAG = "drafter.safetensors", "records.jsonl", "settings.yaml", "deepspeed"
 # Ray Train writes its snapshot in place, so a kill can leave half of one.
 SPARE = "checkpoint_manager_snapshot.spare.json"
 
@@ -50,6 +52,7 @@ class Progress:
     fresh: EpochLedger  # what this rank took since
     plateau: Plateau = field(default_factory=Plateau)
     measured: dict[str, float] = field(default_factory=dict)  # the validation of this step; empty: there was none
+    records: list[dict[str, float]] = field(default_factory=list)  # that were sent to the driver, on rank 0 alone
     over: bool = False  # no step follows: the plan is done, or validation stopped to improve
 
     @classmethod
@@ -101,6 +104,7 @@ def write(
     if dist.get_rank() == 0:
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / DRAFTER)
         (folder / LEDGER).write_bytes(progress.ledger.dump())
+        (folder / RECORDS).write_text(as_lines(progress.records))
         (folder / SETTINGS).write_text(task.written)
         facts = {
             "step": progress.step,
@@ -146,6 +150,8 @@ def read(engine: DeepSpeedEngine, task: TrainTask, averages: Averages | None, fo
         raise InputError(f"checkpoint {folder} holds no DeepSpeed state for this rank: start without --resume")
     ledger = EpochLedger.load((folder / LEDGER).read_bytes())
     progress = Progress(facts["step"], ledger, EpochLedger(ledger.rows), over=facts["over"])
+    if dist.get_rank() == 0:
+        progress.records = from_lines((folder / RECORDS).read_text())
     found = dict(facts["validation"])
     # Values of other rows, or of another metric, cannot be compared.
     if found.pop("mark") == _mark(task):
@@ -159,6 +165,21 @@ def _own(rank: int) -> str:
 
 def _mark(task: TrainTask) -> str | None:
     return None if task.validation is None else task.validation.mark
+
+
+def as_lines(records: Iterable[Mapping[str, float]]) -> str:
+    """Records as JSON, one per line."""
+    return "".join(json.dumps(entry) + "\n" for entry in records)
+
+
+def from_lines(text: str) -> list[dict[str, float]]:
+    """The records of a text; a line that a kill broke off has no line break and is none."""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def recorded(checkpoint: Checkpoint | None) -> list[dict[str, float]]:
+    """The records of the steps that a checkpoint holds; none for None."""
+    return [] if checkpoint is None else from_lines(read_file(checkpoint, RECORDS).decode())
 
 
 def check_identity(found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ nothing here waits for the device; DeepSpeed does in its optimizer step, for the
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -140,7 +140,7 @@ def train(task: TrainTask) -> None:
             saves = _due(done, settings.checkpoint_every, ends)
             # A record at each checkpoint, so that a run that goes on repeats no step of a record.
             if saves or progress.measured or done % settings.log_every == 0:
-                record(engine, task, done, means, clock, progress.measured)
+                record(engine, task, progress, means, clock)
                 clock.restart()
                 means = []
             if saves:
@@ -267,10 +267,8 @@ def optimizer_step(
     return means
 
 
-def record(
-    engine: DeepSpeedEngine, task: TrainTask, done: int, means: list[Means], clock: Clock, measured: Mapping[str, float]
-) -> None:
-    """Reduces the metrics since the last record and sends them to the driver with what validation `measured`.
+def record(engine: DeepSpeedEngine, task: TrainTask, progress: Progress, means: list[Means], clock: Clock) -> None:
+    """Reduces the metrics since the last record: to the driver, with the validation, and into later checkpoints.
 
     Raises:
         InputError: the loss is not finite; raised on every rank, since all hold the reduced value.
@@ -282,12 +280,12 @@ def record(
     values = values_of([*sums, "tokens"], pairs)
     if not math.isfinite(values.get("loss", 0.0)):
         raise InputError(
-            f"the loss is {values['loss']} at step {done}: lower train.lr, or look for bad rows in the data"
+            f"the loss is {values['loss']} at step {progress.step}: lower train.lr, or look for bad rows in the data"
         )
     if dist.get_rank() == 0:
         elapsed = time.perf_counter() - clock.started
         tokens = values.pop("tokens") * dist.get_world_size()
-        values |= measured
+        values |= progress.measured
         values |= {f"seconds_{phase}": seconds / clock.steps for phase, seconds in sorted(clock.seconds.items())}
         values |= {
             "seconds_total": elapsed / clock.steps,
@@ -296,4 +294,5 @@ def record(
             "grad_norm": float(engine.get_global_grad_norm() or 0.0),
             "lr": clock.rate,
         }
-        task.report({"step": done, **values}, clock.steps)
+        progress.records.append({"step": progress.step, **values})
+        task.report(progress.records[-1], clock.steps)

@@ -18,6 +18,7 @@ from actors.checkpoints import (
     newest_checkpoint,
     progress_of,
     read_file,
+    recorded,
     resumable_steps,
     settle_storage,
 )
@@ -98,7 +99,7 @@ def train_drafter(training: Training, rows: Rows, console: Console, common: Comm
     with (
         step_streams(settings, rows, storage, training.folder.name, queue, targets) as streams,
         stage(console, "train", plan.steps) as bar,
-        Records(training, queue, bar, done, Following(training, rows, console)) as records,
+        Records(training, queue, bar, recorded(checkpoint), Following(training, rows, console)) as records,
         stop_signals(console) as asked,
     ):
         if not over:

@@ -4,14 +4,15 @@ trainers, every `log_every` steps -> a record ┐
 targets, every window -> seconds of work      ┴-> queue -> `history.jsonl`, MLflow, the line of progress
 """
 
-import json
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import Empty
 from typing import Any
 
 from ray.util.queue import Queue
 
+from actors.checkpoints import as_lines, from_lines
 from jobs.experiment import Training
 from jobs.following import Following
 from jobs.progress import Stage, training_note
@@ -27,11 +28,15 @@ class Records:
     that they have finished since the record before.
     """
 
-    def __init__(self, training: Training, queue: Queue, bar: Stage, done: int, following: Following) -> None:
+    def __init__(
+        self, training: Training, queue: Queue, bar: Stage, saved: Sequence[Mapping[str, float]], following: Following
+    ) -> None:
         self.training, self.queue, self.bar, self.following = training, queue, bar, following
         self.path = training.folder / HISTORY
-        # Records after the checkpoint that is resumed were made by steps that are made again.
-        self.history: list[dict[str, float]] = [entry for entry in read_history(self.path) if entry["step"] <= done]
+        # The steps of later records are made again. Some that the checkpoint has `saved` may have found no driver to
+        # take them; of those that did, the file knows more.
+        taken = {entry["step"]: entry for entry in read_history(self.path)}
+        self.history: list[dict[str, float]] = [dict(taken.get(entry["step"], entry)) for entry in saved]
         self._write()
         # A kill may have come between the file and MLflow, and a sweep begins its comparisons anew.
         training.log.records(self.history)
@@ -84,16 +89,15 @@ class Records:
             self._write()
         else:
             with self.path.open("a") as file:
-                file.writelines(json.dumps(entry) + "\n" for entry in records)
+                file.write(as_lines(records))
         self.training.log.records(records)
         self.bar.update(int(records[-1]["step"]), training_note(records[-1]))
 
     def _write(self) -> None:
         """Replaces the file by the history, whole or not at all."""
-        write_whole(self.path, "".join(json.dumps(entry) + "\n" for entry in self.history))
+        write_whole(self.path, as_lines(self.history))
 
 
 def read_history(path: Path) -> list[dict[str, float]]:
-    """The records of a file; a line that a kill broke off has no line break and is none."""
-    lines = path.read_text().split("\n") if path.exists() else [""]
-    return [json.loads(line) for line in lines[:-1]]
+    """The records of a file; none where there is no file yet."""
+    return from_lines(path.read_text()) if path.exists() else []

@@ -38,13 +38,18 @@ def tracked_steps(folder: Path) -> list[int]:
     return sorted(metric.step for metric in client.get_metric_history(record["mlflow_run_id"], "loss"))
 
 
-def kill_after_a_checkpoint(run: subprocess.Popen[str], output: Path, step: int = 5) -> None:
-    """SIGKILL to the run and all that it started, as soon as it has the checkpoint of that step."""
+def wait_for_checkpoint(run: subprocess.Popen[str], output: Path, step: int) -> None:
+    """Returns as soon as Ray Train has registered the checkpoint of that step."""
     deadline = time.monotonic() + 240
     while not any(f"step-{step:08d}" in file.read_text() for file in output.glob(SNAPSHOT)):
         assert run.poll() is None, run.communicate()[1][-3000:]
         assert time.monotonic() < deadline, "no checkpoint appeared"
         time.sleep(0.05)
+
+
+def kill_after_a_checkpoint(run: subprocess.Popen[str], output: Path, step: int = 5) -> None:
+    """SIGKILL to the run and all that it started, as soon as it has the checkpoint of that step."""
+    wait_for_checkpoint(run, output, step)
     kill_all(run)
 
 
@@ -71,6 +76,26 @@ def test_a_killed_driver_resumes_with_the_losses_of_the_undisturbed_run(
     assert_each_row_once(folder, EPOCHS * ROWS)
     assert tracked_steps(folder) == list(range(1, len(expected) + 1))
     assert (folder / "drafter" / "model.safetensors").is_file()
+
+
+def test_steps_whose_records_no_driver_took_are_in_the_history_of_the_run_that_goes_on(
+    whole: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    preset, expected = whole
+    run = start(str(preset), f"output={tmp_path}")
+    wait_for_checkpoint(run, tmp_path, 5)
+    os.kill(run.pid, signal.SIGSTOP)
+    wait_for_checkpoint(run, tmp_path, 15)
+    folder = (tmp_path / "latest").resolve()
+    lost = len(losses(folder))
+    assert lost < 15
+    kill_all(run)
+    output = finish(start(str(preset), f"output={tmp_path}", "--resume", str(folder)))
+    done = int(output.split("resumed at step ")[1].split()[0])
+    assert done > lost
+    assert [step for step, _ in records(folder)] == list(range(1, len(expected) + 1))
+    assert losses(folder) == pytest.approx(expected, rel=1e-6)
+    assert tracked_steps(folder) == list(range(1, len(expected) + 1))
 
 
 @pytest.mark.parametrize("step", [5, 20], ids=["first epoch", "second epoch"])
