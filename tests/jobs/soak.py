@@ -34,7 +34,8 @@ _VICTIMS: tuple[Victim, ...] = ("target", "trainer", "driver")
 _EVERY_S, _LOOK_S = 20.0, 0.5
 # A run that makes no progress is a failure too.
 _LONGEST_S = 900.0
-_ROWS, _STEPS, _STEP_ROWS = 200, 800, 2
+STEPS = 800
+_ROWS, _STEP_ROWS = 200, 2
 _TALLIES = ("expected", "trained", "repeated", "missing")
 _PAGE_TEXT = """\
 # Kills every 20 seconds
@@ -64,8 +65,9 @@ def endless(preset: Path) -> tuple[str, ...]:
 
 @dataclass
 class Soak:
-    """What a soak did and found; the ledgers of its runs added up."""
+    """What a soak of runs of so many steps did and found; the ledgers of its runs added up."""
 
+    steps: int
     seconds: float = 0.0
     runs: int = 0
     kills: Counter[Victim] = field(default_factory=Counter)
@@ -83,13 +85,13 @@ class Soak:
     def complete(self) -> bool:
         """Whether every row was trained once per epoch, and every step was the same each time."""
         ledger = self.ledger
-        whole = ledger["trained"] == ledger["expected"] == self.runs * _STEPS * _STEP_ROWS
+        whole = ledger["trained"] == ledger["expected"] == self.runs * self.steps * _STEP_ROWS
         return whole and not (ledger["repeated"] or ledger["missing"] or self.different)
 
 
-def soak(preset: Path, seconds: float, seed: int = 0) -> Soak:
+def soak(preset: Path, steps: int, seconds: float, seed: int = 0) -> Soak:
     """Runs under kills, one after the other, as long as at least half of another one would fit into the time."""
-    found, since, longest = Soak(), time.monotonic(), 0.0
+    found, since, longest = Soak(steps), time.monotonic(), 0.0
     disturbance = Disturbance(random.Random(seed), found)
     while not found.runs or time.monotonic() - since + longest / 2 < seconds:
         began = time.monotonic()
@@ -157,9 +159,9 @@ def _newest(output: Path) -> int:
     return max((int(step) for text in snapshots for step in re.findall(r"step-(\d{8})", text)), default=0)
 
 
-def soak_preset(folder: Path, target: Path) -> Path:
+def soak_preset(folder: Path, target: Path, steps: int) -> Path:
     """A run that outlasts several kills, of rows that do not all fit between targets and trainers."""
-    train = {"epochs": _STEPS * _STEP_ROWS // _ROWS, "global_batch": _STEP_ROWS}
+    train = {"epochs": steps * _STEP_ROWS // _ROWS, "global_batch": _STEP_ROWS}
     return tiny_preset(folder, target, rows=_ROWS, train=train, tracking={"register_model": False})
 
 
@@ -169,9 +171,9 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="write docs/soak.md")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        preset = soak_preset(Path(scratch), tiny_target_folder(Path(scratch) / "target"))
-        found = soak(preset, 60 * arguments.minutes)
-    facts: dict[str, float] = {"seconds": round(found.seconds), "runs": found.runs, "steps": found.runs * _STEPS}
+        preset = soak_preset(Path(scratch), tiny_target_folder(Path(scratch) / "target"), STEPS)
+        found = soak(preset, STEPS, 60 * arguments.minutes)
+    facts: dict[str, float] = {"seconds": round(found.seconds), "runs": found.runs, "steps": found.runs * STEPS}
     facts |= {name: found.ledger[name] for name in _TALLIES} | {"different": found.different}
     facts |= {victim: found.kills[victim] for victim in _VICTIMS}
     if arguments.record:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,19 @@ from safetensors.torch import load_file, save_file
 from jobs.config import load_settings
 from jobs.train import train
 from tests.conftest import tiny_preset
-from tests.jobs.runs import assert_each_row_once, finish, losses, parts, start, wait_for_step
-from tests.jobs.soak import endless, soak_preset
+from tests.jobs.runs import assert_each_row_once, finish, losses, start, wait_for_step
+from tests.jobs.soak import endless, soak, soak_preset
 from tests.tiny import tiny_target_folder, tiny_tokenizer
 
 pytestmark = pytest.mark.faults
-STEPS = 60
+STEPS, SOAK_S = 300, 120.0
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> tuple[Path, list[tuple[int, float]]]:
     """A preset, and step and loss of the records of its undisturbed run."""
-    preset = soak_preset(tmp_path_factory.mktemp("whole"), tiny_target)
-    finish(start(*endless(preset), f"train.max_steps={STEPS}"))
+    preset = soak_preset(tmp_path_factory.mktemp("whole"), tiny_target, STEPS)
+    finish(start(*endless(preset)))
     folder = load_settings(preset, []).output / "latest"
     expected = losses(folder)
     assert [step for step, _ in expected] == list(range(1, STEPS + 1))
@@ -33,24 +32,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> tuple[
     return preset, expected
 
 
-def assert_undisturbed(run: subprocess.Popen[str], output: Path, expected: list[tuple[int, float]]) -> None:
-    finish(run)
-    found = losses(output / "latest")
-    assert [step for step, _ in found] == [step for step, _ in expected]
-    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-6)
-    assert_each_row_once(output / "latest", 2 * STEPS)
-
-
-def test_a_killed_target_and_a_killed_trainer_are_replaced_and_every_row_is_trained_once(
-    whole: tuple[Path, list[tuple[int, float]]], tmp_path: Path
+@pytest.mark.timeout(900)
+def test_two_minutes_of_kills_every_20_seconds_cost_no_row_and_no_loss(
+    whole: tuple[Path, list[tuple[int, float]]],
 ) -> None:
     preset, expected = whole
-    run = start(*endless(preset), f"train.max_steps={STEPS}", f"output={tmp_path}")
-    for part, step in (("target", 8), ("trainer", 25)):
-        wait_for_step(run, tmp_path, step)
-        (process,) = parts(run, part)  # type: ignore[arg-type]
-        process.kill()
-    assert_undisturbed(run, tmp_path, expected)
+    found = soak(preset, STEPS, SOAK_S)
+    assert found.complete, found
+    assert {*found.kills} == {"target", "trainer", "driver"}
+    assert sorted(found.losses) == [step for step, _ in expected]
+    assert [found.losses[step] for step, _ in expected] == pytest.approx([loss for _, loss in expected], rel=1e-6)
 
 
 def test_a_lost_node_with_target_and_trainer_costs_a_restart_from_the_last_checkpoint(
@@ -62,16 +53,18 @@ def test_a_lost_node_with_target_and_trainer_costs_a_restart_from_the_last_check
     node: dict[str, Any] = {"num_cpus": 6, "object_store_memory": 100 * 2**20}
     first = cluster.add_node(**node)
     try:
-        run = start(
-            *endless(preset), f"train.max_steps={STEPS}", f"output={tmp_path}", f"ray.address={cluster.address}"
-        )
+        run = start(*endless(preset), f"output={tmp_path}", f"ray.address={cluster.address}")
         wait_for_step(run, tmp_path, 5)
         cluster.add_node(**node)
         wait_for_step(run, tmp_path, 15)
         cluster.remove_node(first, allow_graceful=False)
-        assert_undisturbed(run, tmp_path, expected)
+        finish(run)
     finally:
         cluster.shutdown()
+    found = losses(tmp_path / "latest")
+    assert [step for step, _ in found] == [step for step, _ in expected]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-6)
+    assert_each_row_once(tmp_path / "latest", 2 * STEPS)
 
 
 @pytest.fixture(scope="module")
