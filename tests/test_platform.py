@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from ray._private.ray_constants import PROMETHEUS_SERVICE_DISCOVERY_FILE
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from actors.gauges import MEASURES, exported
+from jobs.config import load_settings
+from jobs.session import needed_cpus, needed_gpus
+from jobs.uploading import check_inputs, check_outputs, collect_upload
 
 ROOT = Path(__file__).parents[1]
 
@@ -69,6 +73,42 @@ def test_the_manifests_and_the_cluster_file_name_the_same_roles() -> None:
         role = group["groupName"]
         assert f'"{{\\"{role}\\": {types[role]["resources"][role]}}}"' == group["rayStartParams"]["resources"]
         assert group["labels"] == types[role]["labels"] == {"dspark.role": role}
+
+
+def test_what_is_up_from_the_start_has_the_places_that_a_preset_books() -> None:
+    types = read("cluster.yaml")["available_node_types"]
+    groups = {
+        group["groupName"]: group for group in read("platform/kuberay/raycluster.yaml")["spec"]["workerGroupSpecs"]
+    }
+    for kind in ("dspark", "dflash", "eagle3"):
+        settings = load_settings(ROOT / f"platform/presets/qwen3_4b_{kind}.yaml", [])
+        wanted = {"target": settings.targets.actors, "trainer": settings.train.workers}
+        started = {name: types[name]["min_workers"] for name in wanted}
+        assert started == {name: groups[name]["minReplicas"] for name in wanted}
+        assert started == {name: groups[name]["replicas"] for name in wanted}
+        cpus, gpus = (
+            {name: count * types[name]["resources"][key] for name, count in started.items()} for key in ("CPU", "GPU")
+        )
+        assert all(gpus[name] >= count for name, count in wanted.items())
+        assert sum(gpus.values()) >= needed_gpus(settings, wanted["target"])
+        assert sum(cpus.values()) >= needed_cpus(settings, wanted["target"])
+
+
+def jobs_by_hand() -> list[list[str]]:
+    """Entry points of jobs as files and pages give them to Ray, from the preset on."""
+    page = (ROOT / "docs/clusters.md").read_text().replace("\\\n", " ")
+    lines = [read("platform/kuberay/rayjob.yaml")["spec"]["entrypoint"], *re.findall(r"-- +(python -m jobs.*)", page)]
+    assert len(lines) == 2
+    return [shlex.split(line)[3:] for line in lines]
+
+
+def test_a_job_that_is_given_by_hand_reads_what_goes_along_or_lies_on_the_storage_of_all_nodes() -> None:
+    upload = collect_upload(ROOT)
+    for preset, *overrides in jobs_by_hand():
+        settings = load_settings(ROOT / preset, overrides)
+        check_inputs(settings, upload)
+        check_outputs(settings, ROOT)
+        assert (settings.ray.address, Path(preset) in upload.files) == ("auto", True)
 
 
 def test_the_tracking_server_listens_on_loopback_and_holds_no_password() -> None:

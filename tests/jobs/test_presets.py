@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config
 
+from actors.pipelines import check_store
 from dspark.config import Settings, dotted
+from dspark.errors import InputError
 from dspark.model.config import draft_config
+from dspark.planning import bytes_per_token
 from jobs.config import load_settings
 from jobs.sweeping import plan_trials
 
@@ -18,6 +21,10 @@ PUBLISHED = {
     "qwen3_14b": ("Qwen/Qwen3-14B", (1, 10, 19, 28, 37), 151669),
     "gemma4_12b": ("google/gemma-4-12B-it", (5, 17, 29, 41, 46), 4),
 }
+WIDTHS = {
+    "Qwen/Qwen3-4B": 2560, "Qwen/Qwen3-8B": 4096, "Qwen/Qwen3-14B": 5120, "google/gemma-4-12B-it": 3840,
+    "smollm2-135m-instruct": 576,
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "dspark": {
         "drafter.markov_rank": 256, "drafter.confidence": True, "loss.ce": 0.1, "loss.l1": 0.9, "loss.confidence": 1.0,
@@ -88,9 +95,9 @@ def test_kinds_of_drafters_differ_in_their_heads_and_losses_alone(target: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_targets_differ_in_model_taps_and_mask_token_alone(kind: str) -> None:
+def test_targets_differ_in_model_taps_mask_token_and_store_alone(kind: str) -> None:
     first, *others = (dotted(settings_of(f"{target}_{kind}").model_dump()) for target in PUBLISHED)
-    allowed = {"name", "target.model", "drafter.taps", "drafter.mask_token_id"}
+    allowed = {"name", "target.model", "drafter.taps", "drafter.mask_token_id", "ray.object_store_mb"}
     assert all({key for key in first if first[key] != other[key]} <= allowed for other in others)
 
 
@@ -108,3 +115,19 @@ def test_eagle3_differs_from_dspark_in_its_drafter_and_seed_alone(target: str) -
 def test_the_taps_and_the_mask_token_fit_the_target(target: str, layers: int) -> None:
     config = Qwen3Config(num_hidden_layers=layers, vocab_size=151936, eos_token_id=151645, pad_token_id=151643)
     assert draft_config(config, settings_of(f"{target}_dspark").drafter).target_layers == layers
+
+
+@pytest.mark.parametrize("file", sorted(PRESETS.rglob("*.yaml")), ids=lambda file: file.stem)
+def test_a_preset_has_a_store_for_what_its_trainers_hold_and_for_what_is_in_flight(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load_settings(file, [])
+    store = settings.ray.object_store_mb * 2**20
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"object_store_memory": float(store)})
+    a_token = bytes_per_token(WIDTHS[settings.target.model], len(settings.drafter.taps))
+    # Of this step and of the next one, for each trial. 1,000 tokens are the mean; the longest step has more.
+    rows = 2 * settings.train.global_batch * settings.tune.concurrent
+    for tokens in (1000, 1500):
+        check_store(settings, rows * tokens * a_token)
+    with pytest.raises(InputError, match="the object stores have"):
+        check_store(settings, store)
