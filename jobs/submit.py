@@ -53,7 +53,8 @@ def submit(
     `words` are what follows the preset: drafters, settings, options.
 
     Raises:
-        InputError: settings or paths that mean nothing on the cluster, too large an upload, or no cluster in time.
+        InputError: settings or paths that mean nothing on the cluster, a secret among the words, too large an upload,
+            or no cluster in time.
     """
     console = Console()
     root = Path.cwd().resolve()
@@ -64,7 +65,7 @@ def submit(
         for path, size in sorted(upload.files.items()):
             console.print(f"{size:>10,}  {path}", highlight=False, soft_wrap=True)
     console.print(f"upload: {len(upload.files)} files, {upload.total:,} bytes", highlight=False)
-    console.print(f"entrypoint: {redacted(entrypoint)}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"entrypoint: {entrypoint}", highlight=False, soft_wrap=True, markup=False)
     if dry_run:
         return 0
     job = f"dspark-{command}-{uuid.uuid4().hex[:12]}"
@@ -83,6 +84,8 @@ def overrides_in(command: str, words: Sequence[str]) -> list[str]:
 
 def job_entrypoint(root: Path, command: str, preset: Path, words: Sequence[str], resume: str | None) -> str:
     """The shell line that the job runs; the preset by its place in the checkout."""
+    for word in [str(preset), *words, *([resume] if resume else [])]:
+        _check_open(word)
     place = preset.expanduser().resolve()
     if not place.is_relative_to(root):
         raise InputError(f"preset {preset} lies outside {root}, so it does not go along: copy it into the checkout")
@@ -104,6 +107,15 @@ def job_entrypoint(root: Path, command: str, preset: Path, words: Sequence[str],
         raise InputError(f"--resume {resume}: calibrate begins anew each time, leave it out")
     line = ["python", "-m", f"jobs.{command}", str(place.relative_to(root)), *drafters, *overrides, "ray.address=auto"]
     return shlex.join(line + options + (["--resume", resume] if resume else []))
+
+
+def _check_open(word: str) -> None:
+    if (shown := redacted(word)) != word:
+        raise InputError(
+            f"`{shown}` holds a secret, and a job's entrypoint stands in lists of processes and on Ray's dashboard: "
+            "leave it out, and set it on the cluster's nodes, in an environment variable such as "
+            "MLFLOW_TRACKING_PASSWORD, HF_TOKEN or the one that prepare.endpoint.key_variable names"
+        )
 
 
 def _check_drafters(command: str, drafters: Sequence[str], root: Path) -> None:

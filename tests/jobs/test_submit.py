@@ -1,6 +1,7 @@
 """Submitted jobs: what goes along, which paths are refused, and a real job on a real cluster of this machine."""
 
 import json
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -120,6 +121,28 @@ def test_measuring_commands_take_drafters_that_all_nodes_see(checkout: Path, mon
             job_entrypoint(checkout, "calibrate", preset, words, resume)
     with pytest.raises(InputError, match="override `/shared/a` needs the form key=value"):
         job_entrypoint(checkout, "train", preset, ["/shared/a", shared], None)
+
+
+@pytest.mark.parametrize(
+    ("words", "resume", "shown"),
+    [
+        (
+            ["tracking.uri=https://ann:hunter2@mlflow.example.com"],
+            None,
+            "tracking.uri=https://ann:***@mlflow.example.com",
+        ),
+        (["tracking.uri=http://sesame-opens-it.example.com"], None, "tracking.uri=http://***.example.com"),
+        ([], "s3://bucket/runs/a?X-Amz-Signature=0123abcd", "s3://bucket/runs/a?X-Amz-Signature=***"),
+    ],
+)
+def test_a_secret_is_no_part_of_what_every_user_of_the_cluster_can_read(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], resume: str | None, shown: str
+) -> None:
+    monkeypatch.chdir(checkout)
+    monkeypatch.setenv("SHOP_PASSWORD", "sesame-opens-it")
+    preset = Path("platform/presets/smollm2_135m.yaml")
+    with pytest.raises(InputError, match=rf"^`{re.escape(shown)}` holds a secret.*set it on the cluster's nodes"):
+        job_entrypoint(checkout, "train", preset, ["output=/shared/runs", *words], resume)
 
 
 def test_data_that_stays_behind_is_refused_before_the_job_is_sent(
