@@ -269,7 +269,7 @@ class Registry:
     def _refuse(self, found: str, known: list[str]) -> NoReturn:
         raise InputError(
             f"{found} in {redacted(self.uri)}, which holds {', '.join(known) or 'none'}: correct the name, make it "
-            "with `dspark register`, or name another store by --uri or MLFLOW_TRACKING_URI"
+            "with `dspark register`, or name another store by tracking.uri, --uri or MLFLOW_TRACKING_URI"
         )
 
 

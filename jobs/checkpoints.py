@@ -6,10 +6,11 @@ from dspark.config import Settings
 from dspark.sections import REGISTERED, TrackingSettings
 
 
-def local_checkpoint(checkpoint: Path, settings: Settings | None = None) -> Path:
+def local_checkpoint(checkpoint: Path, settings: Settings | None = None, uri: str | None = None) -> Path:
     """The folder of a checkpoint; of `models:/NAME@ALIAS` and `models:/NAME/NUMBER` the copy in the user's cache.
 
-    The store is that of the `settings`, where a command has any, or else of MLFLOW_TRACKING_URI or `runs/mlflow.db`.
+    The store is `uri`, or that of the `settings` where a command has any, or else of MLFLOW_TRACKING_URI or
+    `runs/mlflow.db`.
 
     Raises:
         InputError: there is no such version, or it cannot be read.
@@ -20,7 +21,7 @@ def local_checkpoint(checkpoint: Path, settings: Settings | None = None) -> Path
     from actors.registry import Registry, parse_reference
 
     reference = parse_reference(str(checkpoint))
-    folder, _ = Registry(store_of(settings)).copy_of(reference)
+    folder, _ = Registry(uri or store_of(settings)).copy_of(reference)
     return folder
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from jobs.arguments import Checkpoint, DryRun, TargetName, exit_unless
+from jobs.arguments import Checkpoint, DryRun, Store, TargetName, exit_unless
 from jobs.checkpoints import local_checkpoint
 
 commands = typer.Typer()
@@ -79,6 +79,7 @@ def generate(
         Path | None, typer.Option(metavar="FILE", show_default="none", help="What `calibrate` wrote.")
     ] = None,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Compute type of target and drafter.")] = "fp32",
+    uri: Store = None,
 ) -> None:
     """Answer a prompt, or chat, with speculative decoding; accepted draft tokens are coloured."""
     from jobs.assistant import Wish
@@ -99,7 +100,7 @@ def generate(
         calibration=calibration,
         dtype=dtype,
     )
-    generate(local_checkpoint(checkpoint), prompt, file, chat, wish)
+    generate(local_checkpoint(checkpoint, uri=uri), prompt, file, chat, wish)
 
 
 @commands.command()
@@ -128,6 +129,7 @@ def export(
             metavar="REPO", show_default="no upload", help="Upload the folder to this repository; a new one is public."
         ),
     ] = None,
+    uri: Store = None,
     dry_run: DryRun = False,
 ) -> None:
     """Write a drafter in the file layout of a serving engine, with a model card."""
@@ -135,7 +137,7 @@ def export(
     from jobs.export import export
 
     licences = Licences(drafter_license, target_license, data_license)
-    export(local_checkpoint(checkpoint), out, to, source, target, licences, push_to_hub, dry_run)
+    export(local_checkpoint(checkpoint, uri=uri), out, to, source, target, licences, push_to_hub, dry_run)
 
 
 @commands.command()

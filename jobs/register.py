@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from actors.registry import Registry, parse_reference
+from actors.registry import FINGERPRINT, Registry, parse_reference
 from actors.tracking import Tracker, sqlite_file
 from dspark.errors import InputError
 from dspark.evaluation.gate import TARGET
@@ -34,7 +34,8 @@ def register(checkpoint: Path, name: str, evaluation: Path | None, uri: str | No
 
     Args:
         evaluation: run folder with an evaluation of it; None: the one that the checkpoint lies in, if it has any.
-        uri: MLflow store; None: the one that its run is in, or that of `jobs.checkpoints.store_of`.
+        uri: MLflow store, also of a `checkpoint` that is registered; None: the one that its run is in, or that of
+            `jobs.checkpoints.store_of`.
 
     Raises:
         InputError: no drafter, no evaluation of it where one was named, a name that cannot be one, or no store.
@@ -42,7 +43,7 @@ def register(checkpoint: Path, name: str, evaluation: Path | None, uri: str | No
     console = Console(highlight=False)
     if not re.match(NAME_PATTERN, name):
         raise InputError(f"--name {name!r}: needed are letters, digits, and `_`, `.` or `-` behind the first one")
-    folder = local_checkpoint(checkpoint)
+    folder = local_checkpoint(checkpoint, uri=uri)
     run = _run_folder(folder)
     # A link in the folder of an evaluation leads to the drafter of another run.
     beside = [place for place in (folder.absolute().parent, folder.resolve().parent) if (place / DESCRIPTION).is_file()]
@@ -51,7 +52,7 @@ def register(checkpoint: Path, name: str, evaluation: Path | None, uri: str | No
     measured = None if evaluation is None else measured_in(evaluation, fingerprint(folder))
     made = registration_of(name, folder, run, measured)
     registry = Registry(uri or _store_of_run(run) or store_of(), create=not dry_run)
-    trained_by = _trained_by(checkpoint, run)
+    trained_by = _trained_by(checkpoint, run, registry)
     _print_plan(console, name, folder, made, registry, trained_by, evaluation)
     if dry_run:
         return None
@@ -61,11 +62,18 @@ def register(checkpoint: Path, name: str, evaluation: Path | None, uri: str | No
 
 
 def register_run(experiment: Experiment, measured: Measured) -> int:
-    """Registers the drafter that a run has trained and measured; returns the version's number."""
-    settings, tracker = experiment.settings, experiment.tracker
+    """Registers the drafter that a run has trained and measured; returns the version's number.
+
+    A run that has registered it before it was resumed keeps that version, with the evaluation that is recorded there.
+    """
+    settings, tracker, registry = experiment.settings, experiment.tracker, Registry(experiment.tracker.uri)
     name = settings.tracking.model_name or settings.name
     made = registration_of(name, experiment.drafter, experiment.folder, measured)
-    return _add(Registry(tracker.uri), name, made, tracker.run_id)
+    own = {_TRAINED_BY: tracker.run_id, FINGERPRINT: made.tags[FINGERPRINT]}
+    for entry in registry.entries(name) if name in registry.names() else []:
+        if own.items() <= entry.tags.items():
+            return entry.version
+    return _add(registry, name, made, tracker.run_id)
 
 
 def _add(registry: Registry, name: str, made: Registration, trained_by: str | None) -> int:
@@ -91,11 +99,11 @@ def _store_of_run(run: Path | None) -> str | None:
     return uri if isinstance(uri, str) and HIDDEN not in uri else None
 
 
-def _trained_by(checkpoint: Path, run: Path | None) -> str | None:
-    """The MLflow run that trained it."""
+def _trained_by(checkpoint: Path, run: Path | None, registry: Registry) -> str | None:
+    """The MLflow run that trained it; a registered one lies in the same `registry`."""
     if is_registered(checkpoint):
         reference = parse_reference(str(checkpoint))
-        return Registry(store_of()).run_of(reference.name, reference.which)
+        return registry.run_of(reference.name, reference.which)
     found = None if run is None else read_json(run / RECORD).get("mlflow_run_id")
     return None if found is None else str(found)
 

@@ -206,6 +206,21 @@ def test_a_registered_drafter_stands_wherever_a_folder_may(shop: Shop, dspark: D
     assert local_checkpoint(tmp_path) == tmp_path
 
 
+def test_a_registered_drafter_is_looked_for_in_the_store_that_the_command_names(
+    shop: Shop, dspark: Dspark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/none.db")
+    name, there = "models:/tiny/2", ("--uri", shop.uri)
+    code, said, error = dspark("register", name, "--name", "again", "--dry-run", *there)
+    assert code == 0 and shop.runs[2] in said, error
+    code, said, error = dspark("export", name, str(tmp_path / "out"), "--to", "deepspec", "--dry-run", *there)
+    assert code == 0 and "tiny-2" in said, error
+    answer = ("generate", name, "the cat", "--target", str(shop.target), "--max-new-tokens", "4")
+    assert dspark(*answer, *there)[0] == 0
+    code, _, error = dspark(*answer)
+    assert code == 2 and "none.db cannot be opened" in error and not (tmp_path / "none.db").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -74,6 +74,19 @@ def test_the_run_is_tracked_and_its_drafter_registered(finished: tuple[Path, str
     assert version.tags["lossless"] == "4 of 4 in fp32"
 
 
+def test_a_finished_run_that_is_resumed_registers_no_second_version(
+    finished: tuple[Path, str, Path], local_ray: None
+) -> None:
+    output, _, preset = finished
+    folder = (output / "latest").resolve()
+    before = json.loads((folder / "result.json").read_text())
+    run(load_settings(preset, []), folder, False)
+    after = json.loads((folder / "result.json").read_text())
+    assert after["model_version"] == 1 and after["acceptance_length"] == before["acceptance_length"]
+    client = MlflowClient(tracking_uri=json.loads((folder / "run.json").read_text())["mlflow_uri"])
+    assert [int(version.version) for version in client.search_model_versions("name = 'tiny'")] == [1]
+
+
 def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path, tiny_target: Path) -> None:
     preset = tiny_preset(tmp_path, tiny_target)
     before = sorted(tmp_path.rglob("*"))
