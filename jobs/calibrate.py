@@ -16,6 +16,7 @@ from dspark.decoding.calibration import half_of
 from dspark.decoding.calibration_file import Calibration, save_calibration
 from dspark.decoding.schedule import StepRates
 from dspark.errors import InputError
+from dspark.evaluation.benchmarks import is_benchmark
 from dspark.evaluation.calibration_plots import reliability_diagrams
 from dspark.evaluation.figures import LIGHT
 from dspark.model.config import DSparkConfig
@@ -69,7 +70,7 @@ def calibrate(settings: Settings, checkpoint: Path, profile: bool, dry_run: bool
             write_rounds(experiment.folder / ROUNDS, recorded)
             calibrated = calibrate_rounds(settings, recorded, draft.block)
             rates = profile_rates(settings, draft, prompts, console) if profile else None
-        file = _write(experiment, calibrated, rates)
+        file = _write(experiment, prompts, calibrated, rates)
         print_calibration(console, calibrated)
         if rates is not None:
             print_rates(console, rates)
@@ -122,13 +123,17 @@ def _print_plan(console: Console, settings: Settings, checkpoint: Path, prompts:
         )
 
 
-def _write(experiment: Experiment, calibrated: Calibrated, rates: StepRates | None) -> Path:
+def dataset_of(settings: Settings, prompts: PromptRows) -> str:
+    """What the temperatures belong to: the held-out file, each benchmark, and the sampling temperature."""
+    benchmarks = dict.fromkeys(one.domain for one in prompts.prompts if is_benchmark(one.id, one.domain))
+    return f"{' and '.join([settings.data.held_out.name, *benchmarks])}, temperature {settings.calibrate.temperature:g}"
+
+
+def _write(experiment: Experiment, prompts: PromptRows, calibrated: Calibrated, rates: StepRates | None) -> Path:
     """`calibration.json` for engines, `result.json` with every number, and the picture."""
     folder, settings = experiment.folder, experiment.settings
-    sources = [settings.data.held_out] + [path for path in (settings.evaluate.benchmarks,) if path is not None]
-    names = " and ".join(path.name for path in sources)
     facts: dict[str, Any] = {
-        "dataset": f"{names}, temperature {settings.calibrate.temperature:g}",
+        "dataset": dataset_of(settings, prompts),
         "num_samples": calibrated.fit.rounds[0],
     }
     for when, slots in (("ece_before", calibrated.before), ("ece_after", calibrated.after)):

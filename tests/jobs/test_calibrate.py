@@ -13,10 +13,12 @@ from dspark.decoding.calibration import VerifiedRound, half_of
 from dspark.decoding.calibration_file import Calibration, load_calibration, save_calibration
 from dspark.decoding.schedule import StepRates
 from dspark.errors import InputError
+from dspark.evaluation.benchmarks import EvaluationPrompt
 from dspark.model.checkpoints import save_drafter
-from jobs.calibrate import calibrate
+from jobs.calibrate import calibrate, dataset_of
 from jobs.calibrating import Recorded, read_rounds, write_rounds
 from jobs.config import load_settings
+from jobs.rows import PromptRows
 from jobs.simulate import simulate
 from tests.conftest import tiny_preset
 from tests.dspark.decoding.decoders import BLOCK, tiny_target, trained_drafter
@@ -80,6 +82,13 @@ def test_a_drafter_is_calibrated_profiled_and_simulated(
     (fixed,) = (one for one in replays if (one["policy"], one["requests"]) == ("fixed", 1))
     assert fixed["acceptance_length"] == pytest.approx(sum(one.kept for one in reported) / len(reported))
     assert all((run / "plots" / f"{name}.png").read_bytes().startswith(PNG) for name in ("throughput", "verified"))
+
+
+def test_the_file_names_what_was_fitted_to_wherever_it_came_from(tmp_path: Path, tiny_target: Path) -> None:
+    names = [("row-1", "gsm8k"), ("gsm8k/0", "gsm8k"), ("gsm8k/7", "gsm8k"), ("mt-bench/2", "mt-bench")]
+    prompts = PromptRows([EvaluationPrompt(name, domain, ()) for name, domain in names], [[1]] * len(names))
+    settings = tiny(tmp_path, tiny_target, "evaluate.benchmark_names=[gsm8k, mt-bench]", "calibrate.temperature=0.6")
+    assert dataset_of(settings, prompts) == "held_out.jsonl and gsm8k and mt-bench, temperature 0.6"
 
 
 def test_a_drafter_without_a_confidence_head_is_refused(tmp_path: Path, tiny_target: Path) -> None:
