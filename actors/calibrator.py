@@ -41,9 +41,10 @@ class CalibratorActor:
 
     def __call__(self, prompts: pa.Table) -> pa.Table:
         rows: list[dict[str, Any]] = prompts.to_pylist()
-        longest = self.task.evaluate.max_new_tokens
-        sampling = Sampling(temperature=self.task.calibrate.temperature, seed=self.task.seed)
-        requests = [Request(row["id"], tuple(row["ids"]), longest, sampling) for row in rows]
+        evaluate = self.task.evaluate
+        # Which drafts are accepted depends on what sampling leaves out, so that is as in the evaluation.
+        sampling = Sampling(self.task.calibrate.temperature, evaluate.top_k, evaluate.top_p, self.task.seed)
+        requests = [Request(row["id"], tuple(row["ids"]), evaluate.max_new_tokens, sampling) for row in rows]
         results = [
             {"id": row["id"], "half": half_of(row["ids"]), "rounds": [_verified(one) for one in generation.rounds]}
             for row, generation in zip(rows, self.engine.generate(requests), strict=True)

@@ -99,14 +99,48 @@ def places_on(node: Mapping[str, Any], needed: Mapping[str, float], labels: Mapp
     return min((int(found.get(name, 0.0) // count) for name, count in needed.items()), default=_MANY)
 
 
+def check_trainer_places(settings: Settings, nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses trainers that could never start. `nodes` are those of `ray.nodes()`.
+
+    Raises:
+        InputError: what they need, what the cluster has, and which setting needs less.
+    """
+    train, labels = settings.train, settings.ray.trainer_labels
+    needed = {name: count for name, count in (("CPU", train.cpus), ("GPU", train.gpus)) if count}
+    places = sum(places_on(node, needed, labels) for node in nodes if node["Alive"])
+    if places < train.workers:
+        raise InputError(
+            f"training with train.workers={train.workers} needs as many places with {train.cpus:g} logical CPUs and "
+            f"{train.gpus:g} GPUs{f' on nodes with labels {labels}' if labels else ''}, the cluster has {places} "
+            "and it would wait for ever: lower train.workers, or train.cpus or train.gpus, or join a larger cluster"
+        )
+
+
+def check_target_place(settings: Settings, nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses a job whose targets have no place at all; more of them may be made while it runs.
+
+    Raises:
+        InputError: what one target needs, and how many nodes were looked at.
+    """
+    pool, labels = settings.targets, settings.ray.target_labels
+    needed = {name: count for name, count in (("CPU", pool.cpus), ("GPU", pool.gpus)) if count}
+    alive = [node for node in nodes if node["Alive"]]
+    if not any(places_on(node, needed, labels) for node in alive):
+        raise InputError(f"no target can be started: {_no_place(alive, needed, labels)}")
+
+
 def lost_targets(nodes: Sequence[Mapping[str, Any]], needed: Mapping[str, float], labels: Mapping[str, str]) -> str:
     """What to tell when no node is left for a target."""
+    why = _no_place(nodes, needed, labels)
+    return f"no target is left and none can be started: {why}, and go on with --resume"
+
+
+def _no_place(nodes: Sequence[Mapping[str, Any]], needed: Mapping[str, float], labels: Mapping[str, str]) -> str:
     counts = " and ".join(f"{count:g} logical {name}s" for name, count in needed.items()) or "no resources"
     labelled = [node for node in nodes if places_on(node, {}, labels)]
     where = f" on a node with labels {dict(labels)}" if labels else ""
     which = f", {len(labelled)} with these labels," if labels else ""
     return (
-        f"no target is left and none can be started: one needs {counts}{where}, and of the {len(nodes)} nodes that are "
-        f"alive{which} none has that: join such a node, or change targets.cpus, targets.gpus or ray.target_labels, and "
-        "go on with --resume"
+        f"one needs {counts}{where}, and of the {len(nodes)} nodes that are alive{which} none has that: join such a "
+        "node, or change targets.cpus, targets.gpus or ray.target_labels"
     )

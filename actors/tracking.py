@@ -34,7 +34,11 @@ _SEEN = "dspark.driver_seen"
 _SEEN_EVERY_S, _LOST_AFTER_S = 60.0, 900.0
 _CLOCK_S = 2.0
 _CONNECT_TIMEOUT_S = 10
+# A store that does not answer is asked again after this time, and meanwhile nobody waits for it.
+_AGAIN_S = 30.0
 _METRICS_PER_CALL, _PARAMS_PER_CALL, _LONGEST_PARAM = 1000, 100, 500
+
+_LOG = logging.getLogger(__name__)
 
 
 def default_uri(output: Path) -> str:
@@ -135,8 +139,7 @@ class Tracker:
         self.client = open_client(self.uri, create=True)
         experiment = experiment_id(self.client, self.uri, settings.experiment, output)
         end_dead_runs(self.client, experiment)
-        self._logged: dict[str, set[int]] = {}
-        self._resumed = run_id is not None
+        self._forget(resumed=run_id is not None)
         if run_id is None:
             run_id = self.client.create_run(experiment, run_name=run_name, tags=_driver_tags()).info.run_id
         else:
@@ -146,6 +149,12 @@ class Tracker:
         self.tags(_driver_tags())
         self._ended = threading.Event()
         self._system: Any = None  # MLflow leaves its monitor untyped
+
+    def _forget(self, resumed: bool) -> None:
+        self._resumed = resumed
+        self._logged: dict[str, set[int]] = {}
+        self._waiting: list[Mapping[str, float]] = []  # records that the store has not taken yet
+        self._away_until: float | None = None  # it did not answer, and is left alone until then
 
     def _reopen(self, run_id: str) -> None:
         try:
@@ -181,14 +190,15 @@ class Tracker:
         self.end(state)
 
     def end(self, state: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
-        """Ends the run."""
+        """Ends the run, with the records that the store was away for; it must answer now."""
+        self._send(self._waiting)
         self._alive.discard(self.run_id)
         self.client.set_terminated(self.run_id, status=state)
 
     def child(self, name: str, run_id: str | None = None) -> "Tracker":
         """A run nested in this one, or the one with `run_id` gone on with; whoever asks for it ends it."""
         own = copy(self)
-        own._logged, own._resumed = {}, run_id is not None
+        own._forget(resumed=run_id is not None)
         if run_id is None:
             tags = {**_driver_tags(), MLFLOW_PARENT_RUN_ID: self.run_id}
             experiment = self.client.get_run(self.run_id).info.experiment_id
@@ -218,28 +228,43 @@ class Tracker:
     def records(self, records: Iterable[Mapping[str, float]]) -> None:
         """Logs per-step records (each with its `step`), each metric once per step; what a step gave first holds.
 
-        A run that goes on, or whose trainers restart, makes the steps behind its checkpoint again.
+        A run that goes on, or whose trainers restart, makes the steps behind its checkpoint again. A store that does
+        not answer gets them later: training needs none.
         """
-        self._log(
-            (name, int(record["step"]), value)
-            for record in records
-            for name, value in record.items()
-            if name != "step" and self._is_new(name, int(record["step"]))
-        )
+        self._waiting += records
+        if self._away_until is not None and time.monotonic() < self._away_until:
+            return
+        try:
+            self._send(self._waiting)
+        except MlflowException as error:
+            if self._away_until is None:
+                reason = redacted((str(error).splitlines() or [type(error).__name__])[0])
+                _LOG.warning("MLflow at %s takes no records, they wait: %s", redacted(self.uri), reason)
+            self._away_until = time.monotonic() + _AGAIN_S
+        else:
+            self._waiting, self._away_until = [], None
+
+    def _send(self, records: Iterable[Mapping[str, float]]) -> None:
+        new: dict[tuple[str, int], float] = {}
+        for record in records:
+            step = int(record["step"])
+            for name, value in record.items():
+                if name != "step" and step not in self._steps_of(name):
+                    new.setdefault((name, step), value)
+        self._log((name, step, value) for (name, step), value in new.items())
+        for name, step in new:
+            self._logged[name].add(step)
 
     def results(self, values: Mapping[str, float], step: int) -> None:
         """Logs what a whole run gave; a run that is measured anew shows its newest values."""
         self._log((name, step, value) for name, value in values.items())
 
-    def _is_new(self, name: str, step: int) -> bool:
-        """Whether the run has no value of this metric at this step, which it has from now on."""
+    def _steps_of(self, name: str) -> set[int]:
+        """The steps at which the run has a value of this metric."""
         if name not in self._logged:
             past = self.client.get_metric_history(self.run_id, name) if self._resumed else []
             self._logged[name] = {metric.step for metric in past}
-        if step in self._logged[name]:
-            return False
-        self._logged[name].add(step)
-        return True
+        return self._logged[name]
 
     def _log(self, values: Iterable[tuple[str, int, float]]) -> None:
         """In batches; numbers that are not finite are left out, since the database holds none."""

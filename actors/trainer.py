@@ -38,7 +38,7 @@ from dspark.config import Settings
 from dspark.data.captures import origin_of, refuse_fault
 from dspark.data.epoch_ledger import Taken
 from dspark.data.plan import windows
-from dspark.errors import InputError
+from dspark.errors import InputError, bad_input
 from dspark.model.drafter import Drafter
 from dspark.model.inherit import start_from_checkpoint
 from dspark.model.kinds import AnyDrafter, fresh_drafter
@@ -93,7 +93,7 @@ def train_rank(config: dict[str, TrainTask]) -> None:
         train(task)
     except InputError as error:
         if dist.get_rank() == 0:
-            task.records.put({"error": str(error)})
+            task.records.put({"error": bad_input(error)})
 
 
 def train(task: TrainTask) -> None:

@@ -3,7 +3,7 @@
 quickstart conversations --capture, once--> cache --tune, platform/presets/sweeps/loss.yaml--> best.yaml, docs/sweep.md
 
 Both stages are commands of the project in a process of their own, and print their progress. A cache that is complete is
-used again. The last line is one JSON object.
+used again. The last line is one JSON object; exits with 1 where the sweep took longer than a quarter of an hour.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from jobs.config import load_settings
 
 PRESET = Path("platform/presets/sweeps/loss.yaml")
 PAGE, PICTURES = Path("docs/sweep.md"), ("parallel", "importance", "curves")
+LONGEST_S = 900.0
 MEANINGS = {
     "parallel": "one line per trial over an axis per setting, coloured by what it reached",
     "importance": "share of the differences that each setting explains",
@@ -95,11 +96,14 @@ def document(run: Path, seconds: dict[str, float]) -> str:
         f"Machine: {platform.machine()}, Python {platform.python_version()}.",
         "",
     ]
-    for name in PICTURES:
-        if (run / "plots" / f"{name}.png").exists():
-            shutil.copy(run / "plots" / f"{name}.png", PAGE.with_name(f"sweep-{name}.png"))
-            lines += [f"![{MEANINGS[name]}](sweep-{name}.png)", ""]
+    for name in drawn(run):
+        lines += [f"![{MEANINGS[name]}](sweep-{name}.png)", ""]
     return "\n".join(lines)
+
+
+def drawn(run: Path) -> list[str]:
+    """The pictures that the sweep has; few trials may have no importance."""
+    return [name for name in PICTURES if (run / "plots" / f"{name}.png").exists()]
 
 
 def main() -> int:
@@ -112,9 +116,14 @@ def main() -> int:
     page = document(run, seconds)
     if not asked.quick:
         PAGE.write_text(page)
+        for name in PICTURES:
+            PAGE.with_name(f"sweep-{name}.png").unlink(missing_ok=True)
+        for name in drawn(run):
+            shutil.copy(run / "plots" / f"{name}.png", PAGE.with_name(f"sweep-{name}.png"))
     result: dict[str, Any] = json.loads((run / "result.json").read_text())
-    print(json.dumps({"seconds": seconds, "folder": str(run), **result}))
-    return 0
+    missed = [] if seconds["tune"] <= LONGEST_S else ["seconds"]
+    print(json.dumps({"seconds": seconds, "folder": str(run), **result, "missed": missed}))
+    return int(bool(missed))
 
 
 if __name__ == "__main__":

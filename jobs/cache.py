@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dspark.errors import InputError
+from dspark.redaction import redacted
 
 if TYPE_CHECKING:  # `dspark --help` needs neither torch nor pyarrow
     from dspark.data.cache_copy import Copy
@@ -249,7 +250,7 @@ def _facts(folder: str, manifest: "Manifest") -> dict[str, str]:
 def _print_facts(console: Console, facts: dict[str, str]) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, text in facts.items():
-        table.add_row(f"[bold]{label}", Text(text))
+        table.add_row(f"[bold]{label}", Text(redacted(text)))
     console.print(table)
 
 

@@ -7,6 +7,7 @@ import shlex
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Literal
@@ -15,12 +16,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from dspark.errors import InputError, StoppedError
+from dspark.config import Settings
+from dspark.errors import InputError, StoppedError, bad_input
 from dspark.redaction import redacted
 from jobs.arguments import Checkpoint, DryRun, Overrides, Preset, PresetCommand, Resume, is_override
 from jobs.cache import commands as cache_commands
 from jobs.checkpoints import local_checkpoint
-from jobs.config import load_settings
+from jobs.config import dump_settings, load_settings
 from jobs.file_commands import commands as file_commands
 from jobs.registry import commands as registry_commands
 from jobs.uploading import in_submitted_job
@@ -42,7 +44,7 @@ app.add_typer(registry_commands, name="registry")
 @app.command(cls=PresetCommand)
 def run(preset: Preset, overrides: Overrides = None, resume: Resume = None, dry_run: DryRun = False) -> None:
     """Train a drafter, measure it against plain decoding, register it and write the report."""
-    settings = load_settings(preset, overrides or [])
+    settings = _settings(preset, overrides or [], dry_run)
     from jobs.run import run
 
     run(settings, resume, dry_run)
@@ -51,7 +53,7 @@ def run(preset: Preset, overrides: Overrides = None, resume: Resume = None, dry_
 @app.command(cls=PresetCommand)
 def prepare(preset: Preset, overrides: Overrides = None, resume: Resume = None, dry_run: DryRun = False) -> None:
     """Let the target answer conversations anew: rows for training, validation and held-out."""
-    settings = load_settings(preset, overrides or [])
+    settings = _settings(preset, overrides or [], dry_run)
     from jobs.prepare import prepare
 
     prepare(settings, resume, dry_run)
@@ -70,7 +72,7 @@ def capture(
     dry_run: DryRun = False,
 ) -> None:
     """Write the target's hidden states to a cache, which `train` reads with data.source=cache."""
-    settings = load_settings(preset, overrides or [])
+    settings = _settings(preset, overrides or [], dry_run)
     from jobs.capture import capture
 
     capture(settings, resume, dry_run, estimate)
@@ -88,7 +90,7 @@ def train(
     dry_run: DryRun = False,
 ) -> None:
     """Capture the target's hidden states and train a drafter on them."""
-    settings = load_settings(preset, overrides or [])
+    settings = _settings(preset, overrides or [], dry_run and cluster is None)
     if cluster is not None:
         if not dry_run:
             raise InputError("--cluster plans for machines that need not be there: give --dry-run too")
@@ -104,7 +106,7 @@ def train(
 @app.command(cls=PresetCommand)
 def tune(preset: Preset, overrides: Overrides = None, resume: Resume = None, dry_run: DryRun = False) -> None:
     """Train many drafters that differ in the settings of tune.space, and write the best preset."""
-    settings = load_settings(preset, overrides or [])
+    settings = _settings(preset, overrides or [], dry_run)
     from jobs.tune import tune
 
     tune(settings, resume, dry_run)
@@ -127,7 +129,7 @@ def evaluate(
     """Decode prompts with drafters and without: acceptance, speed and identity, side by side."""
     overrides = [text for text in drafters if is_override(text)]
     folders = [Path(text) for text in drafters if text not in overrides]
-    settings = load_settings(preset, overrides)
+    settings = _settings(preset, overrides, dry_run)
     if not folders:
         raise InputError("`dspark evaluate` needs at least one DRAFTER: the folder of a checkpoint, behind the preset")
     from jobs.evaluate import evaluate
@@ -146,7 +148,7 @@ def calibrate(
     dry_run: DryRun = False,
 ) -> None:
     """Fit the confidence head's temperatures to held-out rounds, and say how good its numbers are."""
-    settings = load_settings(preset, overrides or [])
+    settings = _settings(preset, overrides or [], dry_run)
     from jobs.calibrate import calibrate
 
     calibrate(settings, local_checkpoint(checkpoint, settings), profile, dry_run)
@@ -232,11 +234,22 @@ def _run(arguments: list[str]) -> None:
         command = redacted(shlex.join(words))
         Console(stderr=True, highlight=False).print(f"{error}; to go on: {command}", soft_wrap=True, markup=False)
         sys.exit(STOPPED)
-    except InputError as error:
-        # Ray hands over an error of an actor with a traceback as its text; the error itself is the cause.
-        cause = redacted(str(getattr(error, "cause", error)))
-        Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), cause), soft_wrap=True)
+    except Exception as error:
+        fault = bad_input(error)
+        if fault is None:
+            raise
+        Console(stderr=True, highlight=False).print(
+            Text.assemble(("error: ", "bold red"), redacted(fault)), soft_wrap=True
+        )
         sys.exit(2)
+
+
+def _settings(preset: Path, overrides: Sequence[str], shown: bool) -> Settings:
+    """The settings of a command, printed as YAML without secrets where they are to be `shown`."""
+    settings = load_settings(preset, overrides)
+    if shown:
+        Console(highlight=False, markup=False, emoji=False).print(dump_settings(settings), soft_wrap=True)
+    return settings
 
 
 def _print_defect(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from actors.gauges import Gauges
 from actors.step_evaluator import StepEvaluator, StepTask
 from dspark.config import Settings
+from dspark.redaction import redacted
 from dspark.target_files import load_tokenizer
 from jobs.experiment import Training
 from jobs.rows import Rows, prepare_prompts
@@ -70,7 +71,7 @@ class Following:
             found = ray.get(length)
         except ray.exceptions.RayError as error:
             # Training goes on without: what could not be measured is measured again at the end.
-            reason = str(error).strip().splitlines()[-1]
+            reason = redacted(str(error).strip().splitlines()[-1])
             self.console.print(f"the drafter of step {step} could not be measured ({reason}); training goes on")
             self.actor = None
             return

@@ -19,6 +19,8 @@ from jobs.progress import Stage, training_note
 from jobs.whole_file import write_whole
 
 HISTORY = "history.jsonl"
+# The last records are short work, but a tracking server that hangs is waited for, one time after the other.
+_LAST_S = 300.0
 
 
 class Records:
@@ -51,7 +53,7 @@ class Records:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.finished.set()
-        self.thread.join(timeout=30)
+        self.thread.join(timeout=_LAST_S)
         self.following.finish(wait=kind is None and self.error is None)
 
     def _follow(self) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import ray
 from ray.data import DataContext
 
+from actors.placement import check_target_place, check_trainer_places
 from dspark.config import Settings
 from dspark.errors import InputError
 
@@ -54,7 +55,8 @@ def ray_session(settings: Settings, booked: Mapping[str, float] | None = None) -
     `booked` holds the CPUs and GPUs that the command's actors need; None: those of training and evaluation.
 
     Raises:
-        InputError: the cluster cannot be reached or is too small, or the dashboard's port is taken.
+        InputError: the cluster cannot be reached, is too small or has no node for a part, or the dashboard's port is
+            taken.
     """
     mine = not ray.is_initialized()
     # A cluster that is joined may get the nodes for more targets while the run goes on.
@@ -69,6 +71,10 @@ def ray_session(settings: Settings, booked: Mapping[str, float] | None = None) -
     try:
         with quiet_ray():
             _check_room(needed, ray.cluster_resources())
+            if booked is None:
+                check_trainer_places(settings, ray.nodes())
+                if targets:
+                    check_target_place(settings, ray.nodes())
             yield
     finally:
         if mine:

@@ -11,6 +11,7 @@ from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
 
 from actors.tracking import Tracker
+from dspark.redaction import redacted
 from jobs.outcomes import Ledger, Outcome
 from jobs.progress import Stage
 from jobs.records import HISTORY, read_history
@@ -79,7 +80,7 @@ class Follower(tune.Callback):
         error = self._folder(key) / ERROR
         if not error.is_file():  # its process is gone, and Ray knows why
             error.parent.mkdir(parents=True, exist_ok=True)
-            error.write_text(str(trial.get_error()))
+            error.write_text(redacted(str(trial.get_error())))
         reason = error.read_text().strip().rpartition("\n")[2]
         self._end(key, replace(self.ledger.outcomes[key], state="failed", reason=reason))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from actors.placement import places_on
+from actors.placement import check_trainer_places
 from dspark.config import Settings, dotted
 from dspark.errors import InputError
 from dspark.target_files import settled
@@ -24,6 +24,8 @@ from jobs.config import describe_settings, fault_of, nearest_key, with_values
 Values = Mapping[str, Any]
 # Trials share targets, data and whatever measures them, and a seed is no setting that could be better.
 _VARIED = ("drafter", "loss", "eagle3", "train")
+# Settings that say what the loss adds up.
+_WEIGHTS = ("loss.", "eagle3.", "drafter.block")
 _DIGITS = 4
 # Of a trial, beside its trainers and readers: Ray Data's own small tasks.
 _TRIAL_CPUS = 1
@@ -138,6 +140,12 @@ def check_sweep(settings: Settings) -> None:
             f"tune.metric={tune.metric} is measured on validation rows: set data.validation and validation.every, or "
             "choose a number of the training records, such as tune.metric=tau_probabilistic"
         )
+    redefined = sorted(key for key in tune.space if key.startswith(_WEIGHTS))
+    if tune.metric in ("loss", "val_loss") and redefined:
+        raise InputError(
+            f"tune.metric={tune.metric} is not the same number in all trials, since {redefined[0]} varies in what it "
+            "adds up: choose tau_probabilistic, val_tau_probabilistic or an acceptance rate"
+        )
     if settings.data.source == "live_and_keep":
         raise InputError(
             "data.source=live_and_keep would have every trial write the same cache: write it once with `dspark "
@@ -204,18 +212,9 @@ def check_places(settings: Settings, found: Sequence[Settings], nodes: Sequence[
     Raises:
         InputError: what the trial needs, what the cluster has, and which setting needs less.
     """
-    alive = [node for node in nodes if node["Alive"]]
-    labels = settings.ray.trainer_labels
     for one in found:
-        train = one.train
-        needed = {name: count for name, count in (("CPU", train.cpus), ("GPU", train.gpus)) if count}
-        places = sum(places_on(node, needed, labels) for node in alive)
-        if places < train.workers:
-            raise InputError(
-                f"a trial with train.workers={train.workers} needs as many places with {train.cpus:g} logical CPUs and "
-                f"{train.gpus:g} GPUs{f' on nodes with labels {labels}' if labels else ''}, the cluster has {places} "
-                "and it would wait for ever: lower train.workers, or train.cpus or train.gpus, or join a larger cluster"
-            )
+        check_trainer_places(one, nodes)
+    alive = [node for node in nodes if node["Alive"]]
     for name, count in booked(settings, found).items():
         there = sum(node["Resources"].get(name, 0.0) for node in alive)
         if count > there:

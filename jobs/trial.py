@@ -21,6 +21,7 @@ from actors.shared_target import Common
 from dspark.config import Settings
 from dspark.data.folder import Folder
 from dspark.errors import InputError, StoppedError
+from dspark.redaction import redacted
 from jobs.config import dump_settings
 from jobs.experiment import Training
 from jobs.fitting import train_drafter
@@ -84,7 +85,7 @@ def run_trial(config: dict[str, Any], sweep: Sweep) -> None:
     except StoppedError:
         return  # the sweep knows why, and goes on with this run when it is resumed
     except Exception:  # Ray Tune ends a run by SystemExit
-        (folder / ERROR).write_text(traceback.format_exc())
+        (folder / ERROR).write_text(redacted(traceback.format_exc()))
         raise
 
 

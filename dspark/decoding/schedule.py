@@ -17,7 +17,8 @@ from dspark.errors import InputError
 class StepRates:
     """Target passes per second by the number of tokens in one pass, measured on the running target.
 
-    Between two measured numbers the rate is interpolated; outside them the nearest one counts.
+    The time of a pass, the inverse of its rate, is linear between two measured numbers and goes on beyond the last one
+    as it rose before it; fewer tokens than the first number take as long as that.
     """
 
     tokens: tuple[int, ...]  # rising
@@ -39,13 +40,15 @@ class StepRates:
     def at(self, tokens: int) -> float:
         """Passes per second with `tokens` tokens in each."""
         right = bisect_left(self.tokens, tokens)
-        if right == 0:
+        if right == 0 or len(self.tokens) == 1:
             return self.per_second[0]
-        if right == len(self.tokens):
-            return self.per_second[-1]
+        beyond = right == len(self.tokens)
+        right -= beyond
         low, high = self.tokens[right - 1], self.tokens[right]
-        share = (tokens - low) / (high - low)
-        return (1 - share) * self.per_second[right - 1] + share * self.per_second[right]
+        before, after = 1 / self.per_second[right - 1], 1 / self.per_second[right]
+        # Noise may make a larger pass the faster one: beyond the table, more tokens would be more than free.
+        rise = max(0.0, after - before) if beyond else after - before
+        return 1 / (after + rise * (tokens - high) / (high - low))
 
 
 def confident_length(confidences: Sequence[float], threshold: float) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,7 @@ def compare(results: Sequence[PromptResult], seed: int) -> dict[str, Any]:
     that all drafters decoded count; intervals and verdicts are None where there is but one.
     """
     drafters = list(dict.fromkeys(result.drafter for result in results))
-    counts = {domain: _counts(rows, drafters, seed) for domain, rows in _by_domain(results).items()}
+    counts = {domain: _counts(rows, drafters, seed, domain) for domain, rows in _by_domain(results).items()}
     scopes = {domain: {name: found.lengths(name) for name in drafters} for domain, found in counts.items()}
     groups: dict[str, list[str]] = {}
     for domain in counts:
@@ -89,7 +90,7 @@ def _by_domain(results: Sequence[PromptResult]) -> dict[str, list[PromptResult]]
     return domains
 
 
-def _counts(results: Sequence[PromptResult], drafters: Sequence[str], seed: int) -> _Counts:
+def _counts(results: Sequence[PromptResult], drafters: Sequence[str], seed: int, domain: str) -> _Counts:
     kept: dict[str, dict[str, int]] = {name: {} for name in drafters}
     rounds: dict[str, dict[str, int]] = {name: {} for name in drafters}
     for result in results:
@@ -102,7 +103,8 @@ def _counts(results: Sequence[PromptResult], drafters: Sequence[str], seed: int)
     shared = sorted(set.intersection(*(set(sums) for sums in kept.values())))
     assert shared, "every drafter decodes every prompt"
     chances = np.full(len(shared), 1 / len(shared))
-    drawn = np.random.default_rng(seed).multinomial(len(shared), chances, RESAMPLES)
+    # Draws of its own for each domain: with equal ones, means over domains would move in step, or cancel.
+    drawn = np.random.default_rng([seed, crc32(domain.encode())]).multinomial(len(shared), chances, RESAMPLES)
     return _Counts(
         drawn.astype(np.float64),
         {name: np.array([sums[one] for one in shared], np.float64) for name, sums in kept.items()},

@@ -22,7 +22,7 @@ LENGTH, LOSSLESS, EVALUATION, DEFINITION = "acceptance_length.", "lossless", "ev
 # Of an evaluation's description, what the acceptance depends on; prompts are compared scope by scope.
 CONDITIONS = (
     "target", "data.max_length", "thinking", "evaluate.dtype", "evaluate.max_new_tokens", "evaluate.policy",
-    "evaluate.slots", "evaluate.threshold", "content of evaluate.calibration",
+    "evaluate.slots", "evaluate.threshold", "content of evaluate.calibration", "evaluate.batch",
 )  # fmt: skip
 SAMPLING = ("evaluate.temperature", "evaluate.top_k", "evaluate.top_p")  # at `t1` alone
 _LOSSLESS = re.compile(r"(\d+) of (\d+) in (\w+)")
@@ -68,6 +68,9 @@ def recorded_of(results: Sequence[PromptResult], description: Mapping[str, Any])
         prompts[scope] = f"{len(rows)} {_hash_of(rows)}"
     equal, compared = identical(results) or (0, 0)
     conditions = {key: description.get(key) for key in (*CONDITIONS, *SAMPLING)}
+    # The acceptance is that of the first batch size, and only a schedule asks how many are decoded together.
+    scheduled = description.get("evaluate.policy") == "scheduled"
+    conditions["evaluate.batch"] = description["evaluate.batch"][0] if scheduled else None
     return Recorded(lengths, prompts, conditions, equal, compared, str(description["evaluate.dtype"]))
 
 

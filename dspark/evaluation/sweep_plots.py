@@ -13,13 +13,15 @@ from matplotlib.colors import Normalize
 from numpy.typing import NDArray
 from sklearn.ensemble import RandomForestRegressor
 from sklearn.inspection import permutation_importance
+from sklearn.metrics import r2_score
+from sklearn.model_selection import KFold
 
 from dspark.evaluation import figures
 from dspark.evaluation.figures import Theme
 
 # From fewer trials nothing can be said about several settings.
 FEWEST_TRIALS = 4
-_TREES, _REPEATS = 200, 20
+_TREES, _REPEATS, _FOLDS = 100, 20, 5
 
 
 @dataclass(frozen=True)
@@ -90,18 +92,28 @@ def learning_curves(curves: Mapping[str, Sequence[tuple[int, float]]], metric: s
 
 
 def importances(points: Sequence[Point], keys: Sequence[str]) -> dict[str, float]:
-    """Each setting's share of what a forest of trees needs to tell good trials from bad ones; empty from too few.
+    """Each setting's share of what a forest of trees needs to tell good trials from bad ones.
 
-    Permutation importance: how much worse it does when a setting's values are dealt to other trials. Scores should be
-    those of one step that all trials have reached.
+    Permutation importance on trials that the forest has not seen: how much worse it does when a setting's values are
+    dealt to other trials. Empty from too few trials, or if it knows no more of unseen ones than their mean. Scores
+    should be those of one step that all trials have reached.
     """
     scores = np.array([point.score for point in points])
     if len(points) < FEWEST_TRIALS or np.ptp(scores) == 0:
         return {}
     features = np.array([_places([point.values.get(key) for point in points]) for key in keys]).T
-    forest = RandomForestRegressor(_TREES, random_state=0).fit(features, scores)
-    found = permutation_importance(forest, features, scores, n_repeats=_REPEATS, random_state=0)
-    shares: NDArray[np.float64] = np.clip(found["importances_mean"], 0, None)
+    predicted, losses = np.empty_like(scores), np.zeros(len(keys))
+    for seen, unseen in KFold(min(_FOLDS, len(points)), shuffle=True, random_state=0).split(features):
+        forest = RandomForestRegressor(_TREES, random_state=0).fit(features[seen], scores[seen])
+        predicted[unseen] = forest.predict(features[unseen])
+        found = permutation_importance(
+            forest, features[unseen], scores[unseen], scoring="neg_mean_squared_error", n_repeats=_REPEATS,
+            random_state=0,
+        )  # fmt: skip
+        losses += found["importances_mean"] * len(unseen)
+    if r2_score(scores, predicted) <= 0:
+        return {}
+    shares: NDArray[np.float64] = np.clip(losses, 0, None)
     total = float(shares.sum())
     return {key: float(share) / total for key, share in zip(keys, shares, strict=True)} if total > 0 else {}
 

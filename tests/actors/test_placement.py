@@ -2,11 +2,15 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from actors.placement import attended, lost_targets, places_on
+from actors.placement import attended, check_target_place, check_trainer_places, lost_targets, places_on
 from dspark.errors import InputError
+from jobs.config import load_settings
+from tests.conftest import tiny_preset
 
 NODE = {"Resources": {"CPU": 5.0, "GPU": 2.0}, "Labels": {"role": "target", "zone": "a"}}
 
@@ -60,3 +64,22 @@ def test_whoever_looks_while_nothing_comes_can_end_the_wait(monkeypatch: pytest.
         InputError, match=r"needs 4 logical GPUs on a node with labels.*the 2 nodes.*, 1 with these labels"
     ):
         next(waiting)
+
+
+def node(cpus: float, **labels: str) -> dict[str, Any]:
+    return {"Alive": True, "Resources": {"CPU": cpus}, "Labels": labels}
+
+
+def test_trainers_and_targets_that_no_node_could_hold_are_refused_before_they_are_waited_for(
+    tmp_path: Path, tiny_target: Path
+) -> None:
+    labels = ["ray.trainer_labels={role: trainer}", "ray.target_labels={role: target}", "train.workers=2"]
+    settings = load_settings(tiny_preset(tmp_path, tiny_target), [*labels, "train.cpus=2", "targets.cpus=3"])
+    both = [node(4, role="trainer"), node(3, role="target")]
+    check_trainer_places(settings, both)
+    check_target_place(settings, both)
+    gone = {**node(8, role="trainer"), "Alive": False}
+    with pytest.raises(InputError, match=r"train\.workers=2 needs as many places .* \{'role': 'trainer'\}.* has 1"):
+        check_trainer_places(settings, [node(3, role="trainer"), node(16), gone])
+    with pytest.raises(InputError, match=r"no target can be started: one needs 3 .*, 1 with these labels, none"):
+        check_target_place(settings, [node(2, role="target"), node(16)])

@@ -1,14 +1,16 @@
 """MLflow runs say the truth about their driver."""
 
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from actors.tracking import Tracker, open_client
+from actors.tracking import Tracker, open_client, sqlite_file
 from dspark.errors import InputError
 from dspark.sections import TrackingSettings
 
@@ -93,6 +95,25 @@ def test_a_run_that_goes_on_logs_no_step_twice_and_fills_the_steps_that_a_kill_s
     assert run.data.metrics["val_loss"] == 1 and run.data.metrics["speedup"] == 2.5
     with pytest.raises(InputError, match="does not hold the run nothing that is to go on"):
         Tracker(TrackingSettings(), output, "run", "nothing")
+
+
+def test_a_store_that_takes_nothing_for_a_while_gets_every_record_once(
+    output: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("actors.tracking._AGAIN_S", 0.0)
+    with Tracker(TrackingSettings(), output, "run") as tracker:
+        tracker.records([{"step": 1, "loss": 1.0}])
+        with closing(sqlite3.connect(sqlite_file(tracker.uri))) as store:
+            store.execute("ALTER TABLE metrics RENAME TO away")
+            for step in (2, 3):
+                tracker.records([{"step": step, "loss": float(step)}])
+            store.execute("ALTER TABLE away RENAME TO metrics")
+        warned = [one.getMessage() for one in caplog.records if one.name == "actors.tracking"]
+        tracker.records([{"step": 4, "loss": 4.0}])
+        monkeypatch.setattr("actors.tracking._AGAIN_S", 1000.0)
+    points = tracker.client.get_metric_history(tracker.run_id, "loss")
+    assert [(point.step, point.value) for point in points] == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert len(warned) == 1 and "takes no records" in warned[0]
 
 
 def test_a_run_shows_its_machine_and_no_secret(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:

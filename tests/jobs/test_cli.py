@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import RayTaskError
 from typer.testing import CliRunner
 
-from dspark.errors import InputError
+from dspark.errors import InputError, bad_input
 from jobs import cli
 from jobs.file_commands import commands as file_commands
 from tests.conftest import tiny_preset
@@ -140,6 +141,33 @@ def test_bad_input_found_in_an_actor_is_told_without_its_traceback(
     monkeypatch.setattr("jobs.doctor.doctor", lambda: raising(error))
     assert exit_code(monkeypatch, "doctor") == 2
     assert capsys.readouterr().err == "error: tap 30 is out of range\n"
+
+
+class Refusing:
+    """An actor that finds bad input: where it starts, or in its work."""
+
+    def __init__(self, at_start: bool) -> None:
+        if at_start:
+            raise InputError("tap 30 is out of range")
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        raise InputError("tap 30 is out of range")
+
+
+def test_bad_input_is_found_in_whatever_ray_makes_of_it(local_ray: None) -> None:
+    dead: Any = ray.remote(num_cpus=0)(Refusing).remote(at_start=True)
+    with pytest.raises(ray.exceptions.RayActorError) as caught:
+        ray.get(dead.__call__.remote({}))
+    assert bad_input(caught.value) == "tap 30 is out of range"
+    working: Any = ray.remote(num_cpus=0)(Refusing).remote(at_start=False)
+    with pytest.raises(ray.exceptions.RayTaskError) as failed:
+        ray.get(working.__call__.remote({}))
+    assert bad_input(failed.value) == "tap 30 is out of range"
+    mapped = ray.data.range(1).map_batches(Refusing, fn_constructor_args=(False,), concurrency=1, num_cpus=1)
+    with pytest.raises(Exception) as stopped:  # its type is Ray Data's own affair
+        mapped.take_all()
+    assert bad_input(stopped.value) == "tap 30 is out of range"
+    assert bad_input(KeyError("dspark.errors.InputError: not from Ray")) is None
 
 
 def test_a_module_run_by_itself_is_its_command() -> None:

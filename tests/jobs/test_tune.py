@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import random
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,6 +96,7 @@ def test_a_trial_has_the_length_of_the_sweep_and_the_preset_may_name_keys_nested
         ("tune.space.train.global_batch={choice: [3, 5]}", "a trial with"),
         ("data.source=live_and_keep", "would have every trial write the same cache"),
         ("tune.search=optuna", "grid a choice"),
+        ("tune.metric=val_loss", "is not the same number in all trials, since loss.ce varies"),
     ],
 )
 def test_a_sweep_that_could_only_fail_later_is_refused_with_the_full_path(
@@ -186,6 +188,12 @@ def test_the_setting_that_decides_is_the_important_one() -> None:
     shares = importances(points, ["a", "b"])
     assert shares["a"] > 0.9 and sum(shares.values()) == pytest.approx(1)
     assert importances(points[:3], ["a", "b"]) == {}
+
+
+def test_no_setting_is_important_for_what_is_noise() -> None:
+    draw = random.Random(1)
+    points = [Point(i, {"a": i % 4, "b": (7 * i) % 5}, draw.random(), True) for i in range(12)]
+    assert importances(points, ["a", "b"]) == {}
 
 
 Swept = tuple[Settings, set[str]]

@@ -13,9 +13,17 @@ from dspark.errors import InputError
 FREE = StepRates((1,), (10.0,))  # a pass costs the same whatever it holds
 
 
-def test_rates_are_interpolated_inside_the_table_and_constant_outside() -> None:
-    rates = StepRates((2, 4, 8), (10.0, 8.0, 4.0))
-    assert [rates.at(n) for n in (1, 2, 3, 4, 6, 8, 100)] == [10.0, 10.0, 9.0, 8.0, 6.0, 4.0, 4.0]
+def test_the_time_of_a_pass_is_linear_in_and_behind_the_table() -> None:
+    rates = StepRates((2, 4, 8), (10.0, 5.0, 2.0))
+    seconds = [0.1, 0.1, 0.15, 0.2, 0.35, 0.5, 0.5 + 0.075 * 92]
+    assert [1 / rates.at(n) for n in (1, 2, 3, 4, 6, 8, 100)] == pytest.approx(seconds)
+    assert StepRates((1, 2), (4.0, 5.0)).at(9) == 5.0
+
+
+def test_where_time_is_proportional_to_tokens_only_a_sure_slot_pays() -> None:
+    rates = StepRates((32, 64), (10.0, 5.0))
+    assert scheduled_lengths([(0.9,) * 7] * 32, rates) == [0] * 32
+    assert scheduled_lengths([(0.9,) * 7] * 300, rates) == [0] * 300
 
 
 @pytest.mark.parametrize("table", [((), ()), ((1, 1), (2.0, 2.0)), ((0,), (1.0,)), ((1,), (0.0,)), ((1, 2), (1.0,))])

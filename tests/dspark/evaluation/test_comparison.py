@@ -50,6 +50,18 @@ def test_the_interval_is_that_of_the_mean_and_the_seed_decides_it() -> None:
     assert compare(results, seed=3) != compare(results, seed=4)
 
 
+def test_benchmarks_of_equal_size_are_drawn_apart() -> None:
+    # By turns one more and one less, in the other benchmark the other way round: draws in step would cancel.
+    turns, level = [3, 1] * 8, [2] * 16
+    one = results_of("one", level, "gsm8k") + results_of("one", level, "math500")
+    other = results_of("other", turns, "gsm8k") + results_of("other", turns[::-1], "math500")
+    (pair,) = compare(one + other, seed=0)["scopes"]["mean math"]["pairs"]
+    # A mean over 32 draws of +1 or -1 deviates by 0.177.
+    assert pair["high"] == pytest.approx(1.96 * 0.177, abs=0.08) and pair["low"] == pytest.approx(
+        -pair["high"], abs=0.1
+    )
+
+
 def test_benchmarks_of_a_domain_weigh_the_same_and_all_counts_rounds() -> None:
     results = results_of("a", [1] * 9, "gsm8k") + results_of("a", [3], "aime25") + results_of("a", [5], "humaneval")
     scopes = compare(results, seed=0)["scopes"]

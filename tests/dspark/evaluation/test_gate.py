@@ -5,7 +5,8 @@ import json
 import pytest
 
 from dspark.evaluation.gate import Entry, judge
-from dspark.evaluation.recorded import Recorded, recorded_in, scope_named
+from dspark.evaluation.recorded import Recorded, recorded_in, recorded_of, scope_named
+from tests.dspark.evaluation.test_metrics import result_of, round_of
 
 CONDITIONS = {"target": "t", "evaluate.dtype": "fp32", "evaluate.temperature": 1.0}
 PROMPTS = {"t0.gsm8k": "16 aa", "t0.held_out": "48 bb", "t1.held_out": "12 cc"}
@@ -76,3 +77,16 @@ def test_another_target_or_another_way_of_measuring_is_refused() -> None:
     assert faults(warmer, entry(1), "held_out") == ""
     assert "evaluate.temperature was 0.5 and 1.0" in faults(warmer, entry(1), "t1.held_out")
     assert "no evaluation of models:/m/1 is recorded" in faults(entry(2), Entry("m", 1, {"target_fingerprint": "t"}))
+
+
+def test_only_a_schedule_makes_the_batch_a_condition() -> None:
+    results = [result_of([round_of(4, 2)], name="held_out/0")]
+    common = {"evaluate.dtype": "fp32", "evaluate.policy": "threshold"}
+    alone, together = (recorded_of(results, {**common, "evaluate.batch": [size]}) for size in (1, 16))
+    assert alone == together
+    common["evaluate.policy"] = "scheduled"
+    alone, together = (recorded_of(results, {**common, "evaluate.batch": [size]}) for size in (1, 16))
+    first, second = (
+        Entry("m", number, {**one.tags(), "target_fingerprint": "t"}) for number, one in ((1, alone), (2, together))
+    )
+    assert "evaluate.batch was 16 and 1" in faults(second, first, next(iter(alone.lengths)))
