@@ -33,7 +33,9 @@ _START_S, _PAGE_S = 300.0, 300.0
 # How long a page may work before it is drawn, in its own time, which stands still while it waits for the server.
 _SETTLE_MS = 30_000
 _SIZE = "1600,1000"
-_COMPARED = 10
+_COMPARED = 12
+# The first of these that the runs have is drawn.
+_METRICS = ("val_tau_probabilistic", "tau_probabilistic", "loss")
 _PARENT = "mlflow.parentRunId"
 
 
@@ -104,29 +106,36 @@ def pages(client: MlflowClient, name: str | None) -> list[Page]:
     if not runs:
         raise SystemExit(f"the experiment {experiment.name} has no runs: train one first")
     children = [run for run in runs if _PARENT in run.data.tags]
+    parents = [run for run in runs if run not in children]
     newest = next((run for run in runs if run.info.status == "FINISHED" and run.data.metrics), runs[0])
     place = f"/#/experiments/{experiment.experiment_id}/runs"
     found = [
-        Page("mlflow-runs", place, tuple(_name(run) for run in runs[:3])),
+        Page("mlflow-runs", place, tuple(_name(run) for run in parents[:3])),
         Page("mlflow-run", f"{place}/{newest.info.run_id}", (_name(newest), *sorted(newest.data.params)[:1])),
-        Page("mlflow-metrics", f"{place}/{newest.info.run_id}/model-metrics", sorted_metrics(newest)),
     ]
     compared = (children or runs)[:_COMPARED]
+    found.append(_curves(experiment, compared))
     if len(compared) > 1:
         found.append(_comparison(experiment, compared))
     models = client.search_registered_models(max_results=1)
     return found + [Page("mlflow-model", f"/#/models/{quote(model.name)}", (model.name,)) for model in models]
 
 
-def sorted_metrics(run: Run) -> tuple[str, ...]:
-    """A metric that the run's page of charts must show."""
-    return tuple(name for name in ("loss", "tau_probabilistic") if name in run.data.metrics)[:1]
+def _curves(experiment: Experiment, runs: Sequence[Run]) -> Page:
+    """A metric of several runs over their steps. A run's own page draws its charts only when somebody scrolls."""
+    metric = next((name for name in _METRICS if name in runs[0].data.metrics), _METRICS[-1])
+    shown = f"metric={quote(json.dumps(metric))}&plot_metric_keys={quote(json.dumps([metric]))}&x_axis=step"
+    layout = f"plot_layout={quote(json.dumps({'autosize': True}))}&line_smoothness=1&deselected_curves=[]"
+    return Page("mlflow-metrics", f"/#/metric?{_query(experiment, runs)}&{shown}&{layout}", (metric, _name(runs[0])))
 
 
 def _comparison(experiment: Experiment, runs: Sequence[Run]) -> Page:
+    return Page("mlflow-compare", f"/#/compare-runs?{_query(experiment, runs)}", tuple(_name(run) for run in runs[:2]))
+
+
+def _query(experiment: Experiment, runs: Sequence[Run]) -> str:
     ids, place = (quote(json.dumps(found)) for found in ([run.info.run_id for run in runs], [experiment.experiment_id]))
-    query = f"runs={ids}&experiments={place}"
-    return Page("mlflow-compare", f"/#/compare-runs?{query}", tuple(_name(run) for run in runs[:2]))
+    return f"runs={ids}&experiments={place}"
 
 
 def _experiment(client: MlflowClient, name: str | None) -> Experiment:
