@@ -1,7 +1,9 @@
 """Waiting for rows, and what is told when no place for a target is left. No Ray."""
 
+import ast
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +62,18 @@ def test_whoever_looks_while_nothing_comes_can_end_the_wait(monkeypatch: pytest.
         InputError, match=r"needs 4 logical GPUs on a node with labels.*the 2 nodes.*, 1 with these labels"
     ):
         next(waiting)
+
+
+def test_whoever_books_gpus_for_an_actor_also_says_on_which_nodes() -> None:
+    root, booking, anywhere = Path(__file__).parents[2], 0, []
+    for file in sorted(file for folder in ("actors", "jobs") for file in (root / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names: set[object] = set()
+            if isinstance(node, ast.Call):
+                names = {keyword.arg for keyword in node.keywords}
+            elif isinstance(node, ast.Dict):
+                names = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+            booking += "num_gpus" in names
+            if "num_gpus" in names and "label_selector" not in names:
+                anywhere.append(f"{file.name}:{node.lineno}")
+    assert booking >= 2 and anywhere == []
