@@ -75,5 +75,5 @@ def test_whoever_books_gpus_for_an_actor_also_says_on_which_nodes() -> None:
                 names = {key.value for key in node.keys if isinstance(key, ast.Constant)}
             booking += "num_gpus" in names
             if "num_gpus" in names and "label_selector" not in names:
-                anywhere.append(f"{file.name}:{node.lineno}")
+                anywhere.append(f"{file.name}: {ast.unparse(node)}")
     assert booking >= 2 and anywhere == []
