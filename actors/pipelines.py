@@ -25,17 +25,16 @@ import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy, Dataset, ExecutionOptions, ExecutionResources
 
+from actors.placement import target_place
 from actors.reader import CacheActor
 from actors.responder import AnswerTask, ResponderActor
 from actors.shared_target import BorrowingActor
 from actors.target import ShardActor, TargetActor
-from dspark.answering import PrepareSettings
 from dspark.config import Settings
 from dspark.data.captures import Origin, refuse_fault
 from dspark.data.plan import Plan, windows
 from dspark.data.shards import ShardTask
 from dspark.errors import InputError
-from dspark.sections import EvaluateSettings
 
 _MOST_INPUTS = 10_000
 # Rows that an actor may have yielded before they are taken up: as many as Ray Data lets it, and where rows are small so
@@ -224,9 +223,7 @@ def written_shards(
         batch_size=None,
         batch_format="pyarrow",
         compute=ActorPoolStrategy(min_size=min(pool.actors, most), max_size=most),
-        num_cpus=pool.cpus,
-        num_gpus=pool.gpus,
-        label_selector=settings.ray.target_labels,
+        **target_place("targets", pool, settings.ray.target_labels),
     )
     # Facts are handed on at once, not when they have become a block of the usual size.
     written.context.target_max_block_size = 1
@@ -241,12 +238,14 @@ def capture_options(settings: Settings) -> ExecutionOptions:
     )
 
 
-def check_store(settings: Settings, held: int) -> None:
-    """Raises InputError if the object stores of the cluster have no room for what its trainers hold at once.
+def check_store(settings: Settings, held: int, stores: float | None = None) -> None:
+    """Raises InputError if the object stores (None: those of the cluster) have no room for what trainers hold at once.
 
     What was read lies in the store as long as it is used, and Ray Data no longer counts it.
     """
-    stores, flight = ray.cluster_resources().get("object_store_memory", 0.0), settings.targets.in_flight_mb * 2**20
+    flight = settings.targets.in_flight_mb * 2**20
+    if stores is None:
+        stores = float(ray.cluster_resources().get("object_store_memory", 0.0))
     # Ray Data leaves a stream no more than half of them.
     if held + min(flight, stores / 2) > stores:
         raise InputError(
@@ -262,16 +261,20 @@ def evaluated(
 ) -> Generator[Any, None, None]:
     """Rows that evaluator actors return for batches of prompts, in the order in which they finish."""
     evaluate = settings.evaluate
-    results = _pooled(actor, arguments, batches, evaluate, evaluate.widest_pool)
+    place = target_place("evaluate", evaluate, settings.ray.target_labels)
+    results = _pooled(actor, arguments, batches, evaluate.actors, evaluate.widest_pool, place)
     # A prefetched batch would wait for the next one before it is handed over, and be lost with a killed driver.
     tables: Iterable[pa.Table] = results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
     for table in tables:
         yield from table.to_pylist()
 
 
-def answered(task: AnswerTask, conversations: Sequence[pa.Table]) -> Generator[pa.Table, None, None]:
-    """Tables of outcomes, one for each of `conversations`, in the order in which they finish."""
-    results = _pooled(ResponderActor, (task,), conversations, task.prepare, task.prepare.actors)
+def answered(
+    task: AnswerTask, tables: Sequence[pa.Table], labels: Mapping[str, str]
+) -> Generator[pa.Table, None, None]:
+    """Tables of outcomes, one for each table of conversations, in the order in which they finish."""
+    actors, place = task.prepare.actors, target_place("prepare", task.prepare, labels)
+    results = _pooled(ResponderActor, (task,), tables, actors, actors, place)
     yield from results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
 
 
@@ -279,17 +282,17 @@ def _pooled(
     actor: type,
     arguments: tuple[Any, ...],
     tables: Sequence[pa.Table],
-    pool: EvaluateSettings | PrepareSettings,
+    fewest: int,
     most: int,
+    place: Mapping[str, Any],
 ) -> Dataset:
-    """What a pool of actors, `most` at its widest and never more than tables, makes of each table."""
+    """What a pool of actors, between two numbers and never more than tables, makes of each table."""
     most = min(most, len(tables))
     return ray.data.from_arrow(list(tables)).map_batches(
         actor,
         fn_constructor_args=arguments,
         batch_size=None,
         batch_format="pyarrow",
-        compute=ActorPoolStrategy(min_size=min(pool.actors, most), max_size=most),
-        num_cpus=pool.cpus,
-        num_gpus=pool.gpus,
+        compute=ActorPoolStrategy(min_size=min(fewest, most), max_size=most),
+        **place,
     )

@@ -13,10 +13,14 @@ from typing import Any, TypeVar
 
 import ray
 
+from dspark.answering import PrepareSettings
 from dspark.config import Settings
 from dspark.errors import InputError
+from dspark.sections import EvaluateSettings, TargetPoolSettings
 
 T = TypeVar("T")
+# The sections whose actors hold a target each.
+Pool = TargetPoolSettings | EvaluateSettings | PrepareSettings
 _LOOK_S = 2.0
 # A node that comes back, or that an autoscaler puts in the place of a lost one, is given this time to join.
 _PATIENCE_S = 30.0
@@ -62,7 +66,7 @@ class TargetWatch:
 
     def __init__(self, settings: Settings) -> None:
         pool = settings.targets
-        self.needed = {name: count for name, count in (("CPU", pool.cpus), ("GPU", pool.gpus)) if count}
+        self.needed = _needed(pool)
         self.labels = settings.ray.target_labels
         self.pool = pool.max_actors or pool.actors
         self.most = 0
@@ -91,6 +95,26 @@ class TargetWatch:
             raise InputError(lost_targets(nodes, self.needed, self.labels))
 
 
+def target_place(section: str, pool: Pool, labels: Mapping[str, str]) -> dict[str, Any]:
+    """Options of Ray for an actor of this section: what it books, and on which nodes.
+
+    Raises:
+        InputError: no node could hold one, and Ray would let it wait for ever; says what one needs.
+    """
+    needed = _needed(pool)
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if not any(places_on(node, needed, labels) for node in nodes):
+        raise InputError(
+            f"there is no place for an actor of {section}, which holds a target: {_unplaced(nodes, needed, labels)}: "
+            f"join such a node, or change {section}.cpus, {section}.gpus or ray.target_labels"
+        )
+    return {"num_cpus": pool.cpus, "num_gpus": pool.gpus, "label_selector": dict(labels)}
+
+
+def _needed(pool: Pool) -> dict[str, float]:
+    return {name: count for name, count in (("CPU", pool.cpus), ("GPU", pool.gpus)) if count}
+
+
 def places_on(node: Mapping[str, Any], needed: Mapping[str, float], labels: Mapping[str, str]) -> int:
     """How many targets a node, as `ray.nodes()` lists it, could hold if nothing else were on it."""
     own, found = node.get("Labels", {}), node["Resources"]
@@ -116,31 +140,17 @@ def check_trainer_places(settings: Settings, nodes: Sequence[Mapping[str, Any]])
         )
 
 
-def check_target_place(settings: Settings, nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses a job whose targets have no place at all; more of them may be made while it runs.
-
-    Raises:
-        InputError: what one target needs, and how many nodes were looked at.
-    """
-    pool, labels = settings.targets, settings.ray.target_labels
-    needed = {name: count for name, count in (("CPU", pool.cpus), ("GPU", pool.gpus)) if count}
-    alive = [node for node in nodes if node["Alive"]]
-    if not any(places_on(node, needed, labels) for node in alive):
-        raise InputError(f"no target can be started: {_no_place(alive, needed, labels)}")
-
-
 def lost_targets(nodes: Sequence[Mapping[str, Any]], needed: Mapping[str, float], labels: Mapping[str, str]) -> str:
     """What to tell when no node is left for a target."""
-    why = _no_place(nodes, needed, labels)
-    return f"no target is left and none can be started: {why}, and go on with --resume"
+    return (
+        f"no target is left and none can be started: {_unplaced(nodes, needed, labels)}: join such a node, or change "
+        "targets.cpus, targets.gpus or ray.target_labels, and go on with --resume"
+    )
 
 
-def _no_place(nodes: Sequence[Mapping[str, Any]], needed: Mapping[str, float], labels: Mapping[str, str]) -> str:
+def _unplaced(nodes: Sequence[Mapping[str, Any]], needed: Mapping[str, float], labels: Mapping[str, str]) -> str:
     counts = " and ".join(f"{count:g} logical {name}s" for name, count in needed.items()) or "no resources"
     labelled = [node for node in nodes if places_on(node, {}, labels)]
     where = f" on a node with labels {dict(labels)}" if labels else ""
     which = f", {len(labelled)} with these labels," if labels else ""
-    return (
-        f"one needs {counts}{where}, and of the {len(nodes)} nodes that are alive{which} none has that: join such a "
-        "node, or change targets.cpus, targets.gpus or ray.target_labels"
-    )
+    return f"one needs {counts}{where}, and of the {len(nodes)} nodes that are alive{which} none has that"

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dspark.decoding.engine import Engine, Request, Sampling
+from dspark.decoding.policies import Policy
 from dspark.evaluation.metrics import acceptance_length
 from dspark.model.kinds import AnyConfig, fresh_drafter
 from dspark.sections import EvaluateSettings, TargetSettings
@@ -18,7 +19,7 @@ from dspark.target_files import DTYPES
 
 @dataclass(frozen=True)
 class StepTask:
-    """What measures a drafter while it is trained: target, architecture, settings, and prompts as token ids."""
+    """What measures a drafter while it is trained: target, architecture, settings, prompts as token ids, policy."""
 
     target: TargetSettings
     draft: AnyConfig
@@ -26,6 +27,8 @@ class StepTask:
     evaluate: EvaluateSettings
     prompts: Mapping[str, Sequence[int]]  # by request id
     seed: int
+    policy: Policy
+    temperatures: tuple[float, ...] | None  # of the confidences, one per slot
 
 
 class StepEvaluator:
@@ -43,9 +46,8 @@ class StepEvaluator:
         drafter.load_state_dict(dict(state))
         drafter.to(self.target.device, DTYPES[task.evaluate.dtype])
         most = task.evaluate.max_new_tokens
-        engine = Engine(
-            self.target, drafter, task.evaluate.batch[0], max(len(ids) for ids in task.prompts.values()) + most
-        )
+        longest = max(len(ids) for ids in task.prompts.values()) + most
+        engine = Engine(self.target, drafter, task.evaluate.batch[0], longest, task.policy, task.temperatures)
         requests = [
             Request(name, tuple(ids), most, Sampling(temperature=0.0, seed=task.seed))
             for name, ids in task.prompts.items()

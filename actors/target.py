@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from actors.gauges import Gauges
-from dspark.capture import OnlyFinite, bad_columns, capture, prove_capture
+from dspark.capture import OnlyFinite, capture, prove_capture
 from dspark.data.cache import bytes_per_token
 from dspark.data.captures import Origin, fault_table
 from dspark.data.plan import Plan
@@ -112,10 +112,10 @@ class TargetActor:
     def _write(self, keep: ShardTask, index: int, captured: pa.Table, counted: NDArray[np.bool_]) -> None:
         if not counted.any() or is_written(keep, index):
             return
-        # A row that fills up the epoch's last step has its place in another window.
+        # A row that fills up the epoch's last step has its place in another window. One that is not finite stays as it
+        # is: later epochs ask for it too, and give it no weight.
         own = captured.filter(pa.array(counted))
-        finite = own.filter(pa.array([not bad_columns(own, row) for row in range(own.num_rows)]))
-        write_shard(keep, index, own.column("sample_id").to_pylist(), [finite])
+        write_shard(keep, index, own.column("sample_id").to_pylist(), [own])
 
 
 class ShardActor:

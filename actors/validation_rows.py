@@ -7,6 +7,7 @@ import pyarrow as pa
 import ray
 import torch
 
+from actors.placement import target_place
 from actors.task import Validation
 from actors.validation import validation_plan
 from dspark.capture import capture
@@ -38,7 +39,7 @@ def captured_validation(settings: Settings, rows: pa.Table, origin: Origin) -> V
     The actor takes its place before trainers can take the last one, and goes with its handle when it has answered.
     """
     pool, plan = settings.targets, validation_plan(rows.num_rows, settings.train)
-    placed = ray.remote(num_cpus=pool.cpus, num_gpus=pool.gpus, label_selector=settings.ray.target_labels)
+    placed = ray.remote(**target_place("targets", pool, settings.ray.target_labels))
     actor: Any = placed(ValidationActor).remote(settings.target, pool, origin)
     ray.get(actor.ready.remote())
     table = ray.put(rows)

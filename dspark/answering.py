@@ -33,7 +33,9 @@ class PrepareSettings(Section):
     )
     subset: str | None = Field(None, description="configuration of a hub dataset")
     split: str = Field("train", description="split of a hub dataset")
-    limit: Positive | None = Field(None, description="take so many conversations from the start; null: all")
+    limit: Positive | None = Field(
+        None, description="take so many conversations from the start, and read no further; null: all"
+    )
     folder: LocalPath | None = Field(None, description="where the rows go; null: `output`/prepared/`name`")
     validation: Fraction = Field(0.01, description="share of conversations for validation.jsonl")
     held_out: Fraction = Field(0.01, description="share of conversations for held_out.jsonl")
@@ -49,11 +51,15 @@ class PrepareSettings(Section):
         None, description="longest prompt plus answer, in tokens; null: the target's positions"
     )
     keep_cut: bool = Field(False, description="keep answers that max_tokens cut off, as rows with finish: length")
-    actors: Positive = Field(1, description="responder actors")
-    threads: Positive = Field(1, description="torch threads per actor")
+    actors: Positive = Field(
+        1, description="responder actors; via=endpoint has none, and no use for keys from here to task_rows"
+    )
+    threads: Positive = Field(1, description="torch threads per actor, for via=actors")
     cpus: Weight = Field(1, description="logical CPUs that Ray books per actor")
     gpus: Weight = Field(0, description="GPUs that Ray books per actor")
-    batch: Positive = Field(16, description="answers that an actor decodes together")
+    batch: Positive = Field(
+        16, description="answers that an actor decodes together, for via=actors; vLLM chooses its own"
+    )
     task_rows: Positive = Field(64, description="conversations of similar length that an actor takes at a time")
     endpoint: EndpointSettings = EndpointSettings()
 

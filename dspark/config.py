@@ -93,12 +93,22 @@ class Settings(Section):
                 f"train.checkpoint_every={self.train.checkpoint_every} a multiple of "
                 f"validation.every={self.validation.every}"
             )
-        if self.data.source == "live_and_keep" and self.cache.taps != "bf16":
+        if self.data.source == "live_and_keep":
+            self._check_kept()
+        return self
+
+    def _check_kept(self) -> None:
+        if self.cache.taps != "bf16":
             raise ValueError(
                 f"cache.taps={self.cache.taps} loses precision: with data.source=live_and_keep later epochs would "
                 "train on other states than the first; keep cache.taps=bf16, or capture first and use data.source=cache"
             )
-        return self
+        if unused := self.cache.of_capture:
+            raise ValueError(
+                f"data.source=live_and_keep has no {', '.join(f'cache.{key}' for key in unused)}: its shards are the "
+                "windows of training (targets.window_rows), and states that are not finite are counted; leave these at "
+                "their defaults, or capture first and use data.source=cache"
+            )
 
     def _check_device_map(self) -> None:
         placed = self.target.device_map

@@ -157,7 +157,9 @@ class EvaluateSettings(Section):
     prompts_t1: Count = Field(12, description="of these, also decoded at `temperature`")
     temperature: Annotated[float, Field(gt=0)] = 1.0
     every: Positive | None = Field(
-        None, description="training steps after which one more actor measures the drafter, meanwhile; null: never"
+        None,
+        description="training steps after which one more actor measures the drafter, meanwhile, at temperature 0 with "
+        "the first size of `batch`; null: never",
     )
     top_k: Count = Field(0, description="likeliest tokens drawn from above temperature 0; 0: all")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="mass of the likeliest tokens drawn from")
@@ -210,10 +212,14 @@ class RaySettings(Section):
     """The Ray that the jobs run on."""
 
     address: str = Field("local", description="`local` starts one for this job; `auto` or host:port joins a cluster")
-    dashboard_port: Positive | None = Field(None, description="serve Ray's dashboard on this loopback port")
+    dashboard_port: Positive | None = Field(
+        None,
+        description="serve the dashboard of a local Ray on this loopback port; a cluster that is joined has its own",
+    )
     object_store_mb: Positive = Field(1024, description="object store of a local Ray, in MB")
     target_labels: dict[str, str] = Field(
-        default_factory=dict, description="labels of the nodes that hold targets; none: any node"
+        default_factory=dict,
+        description="labels of the nodes that hold targets, also those that evaluate and answer; none: any",
     )
     trainer_labels: dict[str, str] = Field(
         default_factory=dict, description="labels of the nodes that hold trainers; none: any node"

@@ -26,7 +26,7 @@ def by_actors(work: Work, rows: Sequence[Conversation], lengths: Sequence[int]) 
     task = AnswerTask(settings.target, prepare, settings.data.thinking, work.sampling, work.max_length)
     booked = {"CPU": prepare.actors * prepare.cpus, "GPU": prepare.actors * prepare.gpus}
     tables = [task_table([rows[place] for place in places]) for places in answer_tasks(lengths, prepare.task_rows)]
-    with ray_session(settings, booked), closing(answered(task, tables)) as results:
+    with ray_session(settings, booked), closing(answered(task, tables, settings.ray.target_labels)) as results:
         for table in results:
             yield outcomes_in(table)
 

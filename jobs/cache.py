@@ -137,9 +137,9 @@ def convert(
     prove: Annotated[
         bool, typer.Option(help="Run the target on one sample and compare its states with the stored ones.")
     ] = True,
-    storage: Annotated[Literal["plain", "planes"], typer.Option(help="planes: 0.7 of the bytes, slower.")] = "plain",
+    storage: Annotated[Literal["plain", "planes"], typer.Option(help="planes: fewer bytes, slower.")] = "plain",
     taps: Annotated[
-        Literal["bf16", "int8_outlier"], typer.Option(help="int8_outlier: half the bytes, lossy.")
+        Literal["bf16", "int8_outlier"], typer.Option(help="int8_outlier: half of their bytes, lossy.")
     ] = "bf16",
     shard_mb: ShardMb = 1024,
     dry_run: DryRun = False,

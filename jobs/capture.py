@@ -20,7 +20,7 @@ from dspark.data.folder import Folder
 from dspark.data.manifest import Manifest
 from dspark.errors import InputError
 from dspark.redaction import redacted
-from jobs.capturing import Capture, check_resumed, measured_rate, plan_capture, print_capture
+from jobs.capturing import Capture, check_resumed, measured_rate, plan_capture, print_capture, print_time
 from jobs.checkpoints import with_local_start
 from jobs.config import check_files
 from jobs.progress import stage
@@ -43,15 +43,13 @@ def capture(settings: Settings, resume: str | None, dry_run: bool, estimate: boo
         check_resumed(work.address)
     writer = CacheWriter(work.address, work.origin, work.codec, work.shard_ids, work.identity)
     writer.check()
+    print_capture(console, work)
     if dry_run or estimate:
-        rate = None
+        check_room(work.address, work.bytes_of(writer.unfinished()))
         if estimate:
             with ray_session(work.settings, work.booked):
-                rate = measured_rate(work)
-        print_capture(console, work, rate)
-        check_room(work.address, work.bytes_of(writer.unfinished()))
+                print_time(console, work, measured_rate(work))
         return
-    print_capture(console, work, None)
     with writer:
         missing = writer.unfinished()
         check_room(work.address, work.bytes_of(missing))

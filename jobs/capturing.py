@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from actors.placement import target_place
 from actors.target import ProbeActor
 from dspark.config import Settings
 from dspark.data.cache import JOB, bytes_per_token, expected_bytes, plan_shards
@@ -92,7 +93,7 @@ def plan_capture(settings: Settings, resume: str | None) -> Capture:
         if cache.folder is not None and address != Folder(resume).address:
             raise InputError(f"--resume {resume} and cache.folder={address} are two folders: leave cache.folder out")
         address = Folder(resume).address
-    # Whatever training will read from: now the rows are captured.
+    # Whatever training will read from: now the rows are captured, the first `cache.limit` of them.
     live = settings.data.model_copy(update={"source": "live"})
     settings = settled(settings.model_copy(update={"data": live}))
     rows = prepare_rows(settings)
@@ -117,14 +118,15 @@ def measured_rate(work: Capture) -> float:
     mean = sum(work.lengths) / len(work.batches)
     count = min(len(work.batches), max(1, round(_PROBED_TOKENS / mean)))
     chosen = [work.batches[int(place)] for place in np.linspace(0, len(work.batches) - 1, count)]
-    actor: Any = ray.remote(num_cpus=pool.cpus, num_gpus=pool.gpus)(ProbeActor).remote(settings.target, pool)
+    placed = ray.remote(**target_place("targets", pool, settings.ray.target_labels))
+    actor: Any = placed(ProbeActor).remote(settings.target, pool)
     seconds = ray.get(actor.seconds.remote(work.rows.table, chosen, work.origin))
     tokens = sum(work.lengths[row] for batch in chosen for row in batch)
     return tokens / seconds * min(pool.max_actors or pool.actors, len(work.shards))
 
 
-def print_capture(console: Console, work: Capture, rate: float | None) -> None:
-    """Rows, tokens, bytes, space and time on the screen."""
+def print_capture(console: Console, work: Capture) -> None:
+    """Rows, tokens, bytes and space on the screen."""
     settings, pool, tokens = work.settings, work.settings.targets, sum(work.lengths)
     per_token, plain = bytes_per_token(work.origin), bytes_per_token(work.origin) * tokens
     expected, free = work.bytes_of(range(len(work.shards))), Folder(work.address).free_bytes()
@@ -141,8 +143,16 @@ def print_capture(console: Console, work: Capture, rate: float | None) -> None:
         "free": "not known on this file system" if free is None else f"{free / 1e9:,.1f} GB",
         "folder": redacted(work.address),
     }
-    if rate is not None:
-        lines["time"] = f"about {tokens / rate / 60:,.1f} minutes at {rate:,.0f} tokens/s, measured just now"
+    _print_lines(console, lines)
+
+
+def print_time(console: Console, work: Capture, rate: float) -> None:
+    """How long all of it takes at `rate` tokens per second."""
+    minutes = sum(work.lengths) / rate / 60
+    _print_lines(console, {"time": f"about {minutes:,.1f} minutes at {rate:,.0f} tokens/s, measured just now"})
+
+
+def _print_lines(console: Console, lines: Mapping[str, str]) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, text in lines.items():
         table.add_row(f"[bold]{label}", Text(text))

@@ -14,10 +14,13 @@ from rich.console import Console
 from actors.evaluator import Asked, EvaluationTask, EvaluatorActor, packed
 from actors.pipelines import evaluated
 from dspark.config import Settings
+from dspark.decoding.policies import Policy, check_policy, choose_policy
 from dspark.errors import InputError
 from dspark.evaluation.benchmarks import conversation_of, is_benchmark
 from dspark.evaluation.metrics import PromptResult, acceptance_length, identical
-from dspark.sections import BENCHMARKS
+from dspark.model.config import DSparkConfig
+from dspark.model.kinds import AnyConfig
+from dspark.sections import BENCHMARKS, EvaluateSettings
 from jobs.progress import Stage, stage
 from jobs.results import ResultsFile
 from jobs.rows import PromptRows, prompt_thinking
@@ -55,6 +58,17 @@ def evaluate_drafters(
     found.sort(key=_place(settings, list(drafters)))
     results.begin(found)  # in this order, whoever was faster
     return found
+
+
+def chosen_policy(evaluate: EvaluateSettings, draft: AnyConfig) -> tuple[Policy, tuple[float, ...] | None]:
+    """The verification policy of the settings, and the temperatures of the confidences.
+
+    Raises:
+        InputError: a drafter of this architecture cannot serve it.
+    """
+    policy, temperatures = choose_policy(evaluate.policy, evaluate.slots, evaluate.threshold, evaluate.calibration)
+    check_policy(policy, temperatures, draft.block, isinstance(draft, DSparkConfig) and draft.confidence)
+    return policy, temperatures
 
 
 def _place(settings: Settings, drafters: Sequence[str]) -> Callable[[PromptResult], tuple[object, ...]]:

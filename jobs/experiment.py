@@ -54,6 +54,13 @@ class Experiment(Training):
     tracker: Tracker
 
 
+def check_resumed(settings: Settings, resume: Path | None) -> None:
+    """Raises InputError if the folder to resume is no run of this project."""
+    if resume is not None and not (resume / RECORD).is_file():
+        output = settings.output.resolve()
+        raise InputError(f"--resume {resume}: no {RECORD} there, so it is no run folder: name one under {output}")
+
+
 def open_experiment(settings: Settings, resume: Path | None) -> Experiment:
     """A new run folder `output/name-time`, or the one to resume; `output/latest` points to it.
 
@@ -61,10 +68,9 @@ def open_experiment(settings: Settings, resume: Path | None) -> Experiment:
         InputError: the folder to resume is no run of this project, or the output folder cannot be written.
     """
     output = settings.output.resolve()
+    check_resumed(settings, resume)
     if resume is not None:
         folder = resume.resolve()
-        if not (folder / RECORD).is_file():
-            raise InputError(f"--resume {resume}: no {RECORD} there, so it is no run folder: name one under {output}")
         run_id = json.loads((folder / RECORD).read_text())["mlflow_run_id"]
     else:
         folder, run_id = _new_folder(output, settings.name), None

@@ -13,10 +13,12 @@ from rich.console import Console
 from torch import Tensor
 
 from actors.gauges import Gauges
+from actors.placement import target_place
 from actors.step_evaluator import StepEvaluator, StepTask
 from dspark.config import Settings
 from dspark.redaction import redacted
 from dspark.target_files import load_tokenizer
+from jobs.evaluating import chosen_policy
 from jobs.experiment import Training
 from jobs.rows import Rows, prepare_prompts
 
@@ -27,11 +29,19 @@ WHILE_TRAINED = "in training"
 
 
 class Following:
-    """Drafters that are offered and their measurements; without `evaluate.every` it is never offered any."""
+    """Drafters that are offered and their measurements; without `evaluate.every` it is never offered any.
+
+    Raises InputError if the actor has no place on any node, or the drafter cannot serve `evaluate.policy`.
+    """
 
     def __init__(self, training: Training, rows: Rows, console: Console) -> None:
         self.training, self.console = training, console
-        self.task = None if training.settings.evaluate.every is None else _task(training.settings, rows)
+        self.task: StepTask | None = None
+        self.place: Mapping[str, Any] = {}
+        settings = training.settings
+        if settings.evaluate.every is not None:
+            self.task = step_task(settings, rows)
+            self.place = target_place("evaluate", settings.evaluate, settings.ray.target_labels)
         self.actor: Any = None
         self.next: tuple[int, Mapping[str, Tensor]] | None = None
         self.running: tuple[int, Any] | None = None
@@ -52,8 +62,7 @@ class Following:
             self._log(step, length)
         if self.next is not None and self.task is not None:
             if self.actor is None:
-                evaluate = self.task.evaluate
-                self.actor = ray.remote(num_cpus=evaluate.cpus, num_gpus=evaluate.gpus)(StepEvaluator).remote(self.task)
+                self.actor = ray.remote(**self.place)(StepEvaluator).remote(self.task)
             step, drafter = self.next
             self.next, self.running = None, (step, self.actor.acceptance.remote(drafter))
 
@@ -81,8 +90,15 @@ class Following:
             Gauges(self.training.folder.name).set("dspark_acceptance_length", found, drafter=WHILE_TRAINED)
 
 
-def _task(settings: Settings, rows: Rows) -> StepTask:
+def step_task(settings: Settings, rows: Rows) -> StepTask:
+    """What the actor measures, and by which policy.
+
+    Raises:
+        InputError: held-out prompts that cannot be decoded, or a policy that the drafter cannot serve.
+    """
+    evaluate, draft = settings.evaluate, rows.draft
+    policy, temperatures = chosen_policy(evaluate, draft)
     prompts = prepare_prompts(settings, load_tokenizer(settings.target))
     by_id = {prompt.id: ids for prompt, ids in zip(prompts.prompts, prompts.ids, strict=True)}
-    held_out = dict(list(by_id.items())[: settings.evaluate.prompts_t0])
-    return StepTask(settings.target, rows.draft, rows.kept, settings.evaluate, held_out, settings.seed)
+    held_out = dict(list(by_id.items())[: evaluate.prompts_t0])
+    return StepTask(settings.target, draft, rows.kept, evaluate, held_out, settings.seed, policy, temperatures)

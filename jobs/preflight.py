@@ -8,19 +8,25 @@ import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from safetensors import safe_open
 
+from actors.pipelines import check_store
 from actors.zero import stage_of
 from dspark.config import Settings
+from dspark.data.cache import bytes_per_token
 from dspark.data.conversations import main_reasons
+from dspark.data.folder import Folder
 from dspark.errors import InputError
 from dspark.learning import TrainSettings
 from dspark.model.kinds import drafter_of
+from dspark.redaction import redacted
 from dspark.target_files import load_whole_config, resolve
 from dspark.training.memory import PROCESS_BYTES, SIZES, Estimate, largest_load, rank_memory
+from jobs.fitting import held_bytes
 from jobs.rows import Rows
 from jobs.session import target_actors
-from jobs.streams import check_keeping
+from jobs.streams import check_keeping, kept_bytes, kept_rows
 
 _GB = 1e9
 
@@ -85,7 +91,9 @@ def _stored_weights(folder: Path) -> int:
 
 
 def check_machine(settings: Settings, rows: Rows) -> None:
-    """Refuses a run that this machine, or the cache that it keeps, cannot hold. Ray checks a cluster that is joined.
+    """Refuses a run that this machine, or the disk of the cache that it keeps, cannot hold; touches nothing.
+
+    Memory is looked at where Ray is started here; that of a cluster is known when it is joined.
 
     Raises:
         InputError: what is short, by how much, and which settings need less.
@@ -100,7 +108,8 @@ def check_machine(settings: Settings, rows: Rows) -> None:
         )
     if settings.ray.address == "local":
         _check_memory(settings, needs)
-    check_keeping(settings, rows)
+        check_store(settings, held_bytes(rows), needs.object_store)
+    check_keeping(settings, rows, needs.disk)
 
 
 def _check_memory(settings: Settings, needs: Needs) -> None:
@@ -186,7 +195,7 @@ def memory_available() -> int:
 def print_plan(console: Console, settings: Settings, rows: Rows) -> None:
     """Rows, steps, bytes and memory of a run, on the screen."""
     needs, plan, train = needs_of(settings, rows), rows.plan, settings.train
-    per_token = 2 * rows.draft.hidden * (len(rows.draft.taps) + 1)
+    per_token = bytes_per_token(rows.origin)
     draft, packed = rows.draft, "" if train.pack_tokens is None else f", packed by {train.pack_tokens} tokens"
     ranks = f"{train.workers} ranks x {train.micro_batch} rows x {train.accumulation} accumulated{packed}"
     lines = {
@@ -195,15 +204,35 @@ def print_plan(console: Console, settings: Settings, rows: Rows) -> None:
         f"{main_reasons(rows.dropped)}",
         "drafter": f"{needs.drafter_weights / 1e6:,.1f} M weights, {draft}",
         "steps": f"{plan.steps:,} of {train.global_batch} rows: {ranks}, ZeRO {train.zero_stage}, {train.precision}",
-        "stream": f"{per_token:,} bytes per token, {per_token * rows.tokens / _GB:.2f} GB per epoch, nothing on disk",
+        "stream": f"{per_token:,} bytes per token, {per_token * rows.tokens / _GB:.2f} GB per epoch, "
+        f"{_source(settings)}",
         "a rank": _rank(settings, needs.rank),
         "memory": f"about {needs.memory / _GB:.1f} GB at most ({memory_available() / _GB:.1f} GB available)",
         "disk": f"{needs.disk / _GB:.1f} GB in {settings.output.resolve()}",
     }
+    if settings.data.source == "live_and_keep":
+        kept, free = kept_bytes(settings, rows, kept_rows(settings, rows)), Folder(_cache(settings)).free_bytes()
+        known = "" if free is None else f" ({free / _GB:.1f} GB free)"
+        lines["cache"] = f"{kept / _GB:.2f} GB in {redacted(_cache(settings))}{known}"
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, text in lines.items():
-        table.add_row(f"[bold]{label}", text)
+        table.add_row(f"[bold]{label}", Text(text))
     console.print(table)
+
+
+def _cache(settings: Settings) -> str:
+    return settings.cache.address(settings.output, settings.name)
+
+
+def _source(settings: Settings) -> str:
+    """Where the states of the stream come from, and whether a disk keeps them."""
+    match settings.data.source:
+        case "live":
+            return "from targets, nothing on disk"
+        case "cache":
+            return f"from the cache {redacted(_cache(settings))}"
+        case "live_and_keep":
+            return "in the first epoch from targets, which keep it in a cache, later from there"
 
 
 def _rank(settings: Settings, rank: Estimate) -> str:

@@ -71,11 +71,10 @@ def plan_work(settings: Settings, resume: Path | None) -> Work:
     sampling = recommended_sampling(prepare, read_recommendation(model), settings.seed)
     renderer = Renderer(load_tokenizer(settings.target), data.max_length, data.thinking)
     source, numbered_rows = _source(settings)
-    found = conversations_of(source, numbered_rows, data.roles, data.max_bad_fraction)
-    taken = found.rows[: prepare.limit]
-    rows, dropped = askable(taken)
+    found = conversations_of(source, numbered_rows, data.roles, data.max_bad_fraction, prepare.limit)
+    rows, dropped = askable(found.rows)
     bad = [one for one in dropped if one.reason != SAME_QUESTION]
-    refuse_bad_rows(source, len(taken), bad, data.max_bad_fraction)
+    refuse_bad_rows(source, len(found.rows), bad, data.max_bad_fraction)
     if not rows:
         raise InputError(f"{source} holds no conversation that can be answered: a row needs a user turn")
     target = {

@@ -95,6 +95,8 @@ def prepare_rows(settings: Settings) -> Rows:
         codec=Codec(taps=settings.cache.taps).in_origin if data.source == "cache" else "plain",
     )
     dropped = conversations.dropped + rendered.dropped
+    if data.source != "live":
+        rendered = replace(rendered, samples=rendered.samples[: settings.cache.limit])
     if data.source == "cache":
         address = settings.cache.address(settings.output, settings.name)
         rendered, unusable = held_by_cache(address, origin, rendered, conversations.rows)
@@ -182,10 +184,11 @@ def held_by_cache(
     known = held | skipped
     lacking = [sample for sample in rendered.samples if sample.sample_id not in known]
     if lacking:
+        limit = reader.manifest.settings.get("cache.limit")
         raise InputError(
             f"the cache {address} lacks {len(lacking)} of {len(rendered.samples)} samples, such as that of the "
             f"conversation {lacking[0].conversation_id}: capture these conversations into a new folder, or "
-            "train on the others alone"
+            + ("train on the others alone" if limit is None else f"set cache.limit={limit}, as its capture did")
         )
     samples = tuple(sample for sample in rendered.samples if sample.sample_id in held)
     if not samples:

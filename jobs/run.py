@@ -9,13 +9,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from actors.placement import target_place
 from dspark.config import Settings
 from dspark.evaluation.summary import result_json
 from dspark.target_files import load_tokenizer, settled
 from jobs.checkpoints import with_local_start
 from jobs.config import check_files
-from jobs.evaluating import check_identical, evaluate_drafters
-from jobs.experiment import Experiment, open_experiment
+from jobs.evaluating import check_identical, chosen_policy, evaluate_drafters
+from jobs.experiment import Experiment, check_resumed, open_experiment
 from jobs.fitting import fit_drafter
 from jobs.measured import Measured
 from jobs.preflight import check_machine, print_plan
@@ -24,11 +25,12 @@ from jobs.reporting import run_facts, track_results, typed_command, write_result
 from jobs.results import ResultsFile, description_of
 from jobs.rows import PromptRows, Rows, prepare_prompts, prepare_rows
 from jobs.session import ray_session
+from jobs.streams import claim_kept
 from jobs.tables import print_results
 
 
 def run(settings: Settings, resume: Path | None, dry_run: bool) -> None:
-    """Trains, measures, registers and reports; with `dry_run` only says what would happen.
+    """Trains, measures, registers and reports; with `dry_run` only says what would happen, or why it cannot.
 
     Raises:
         InputError: anything that a user, a file or the machine can mend, before work starts where it can be known then.
@@ -42,9 +44,12 @@ def run(settings: Settings, resume: Path | None, dry_run: bool) -> None:
     tokenizer = load_tokenizer(settings.target)
     prompts = prepare_prompts(settings, tokenizer)
     print_plan(console, settings, rows)
+    check_machine(settings, rows)
+    chosen_policy(settings.evaluate, rows.draft)
+    check_resumed(settings, resume)
     if dry_run:
         return
-    check_machine(settings, rows)
+    claim_kept(settings, rows)
     experiment = open_experiment(settings, resume)
     with experiment.tracker:
         report = _run(experiment, rows, prompts, console, started)
@@ -54,6 +59,8 @@ def run(settings: Settings, resume: Path | None, dry_run: bool) -> None:
 def _run(experiment: Experiment, rows: Rows, prompts: PromptRows, console: Console, started: float) -> Path:
     settings, tracker, folder = experiment.settings, experiment.tracker, experiment.folder
     with ray_session(settings):
+        # Refused now, not when the drafter is trained.
+        target_place("evaluate", settings.evaluate, settings.ray.target_labels)
         prepared = time.perf_counter()
         fitted = fit_drafter(experiment, rows, console)
         trained = time.perf_counter()

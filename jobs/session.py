@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import ray
 from ray.data import DataContext
 
-from actors.placement import check_target_place, check_trainer_places
+from actors.placement import check_trainer_places, target_place
 from dspark.config import Settings
 from dspark.errors import InputError
 
@@ -74,7 +74,7 @@ def ray_session(settings: Settings, booked: Mapping[str, float] | None = None) -
             if booked is None:
                 check_trainer_places(settings, ray.nodes())
                 if targets:
-                    check_target_place(settings, ray.nodes())
+                    target_place("targets", settings.targets, settings.ray.target_labels)
             yield
     finally:
         if mine:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Self
 
 import numpy as np
+import pyarrow.compute as pc
 import ray
 from ray.data import Dataset
 from ray.util.queue import Queue
@@ -24,6 +25,7 @@ from actors.pipelines import Planned, cached_steps, captured_steps, keep_again
 from dspark.config import Settings
 from dspark.data.cache import CacheWriter, bytes_per_token, check_room, expected_bytes
 from dspark.data.codecs import Codec
+from dspark.data.folder import Folder
 from dspark.data.manifest import Setting
 from dspark.data.plan import windows
 from dspark.errors import InputError
@@ -78,36 +80,67 @@ def step_streams(
             }
 
 
-def kept_cache(settings: Settings, rows: Rows) -> CacheWriter:
-    """The writer of the cache that `live_and_keep` makes: a shard for each window of the first epoch."""
-    plan, pool = rows.plan, settings.targets
-    ids = rows.sample_ids
+def kept_rows(settings: Settings, rows: Rows) -> list[list[int]]:
+    """Rows of each shard of the cache that `live_and_keep` makes: a shard for each window of the first epoch."""
+    plan = rows.plan
     # The last windows may hold nothing but rows that fill up the epoch's last step.
-    shards = [
-        [ids[plan.order[position]] for position in window if plan.counted[position]]
-        for window in windows(plan, pool.window_rows, 0)
+    return [
+        [int(plan.order[position]) for position in window if plan.counted[position]]
+        for window in windows(plan, settings.targets.window_rows, 0)
         if plan.epochs[window.start] == 0 and plan.counted[window.start]
     ]
+
+
+def kept_bytes(settings: Settings, rows: Rows, shards: Sequence[list[int]]) -> int:
+    """About how many bytes these shards of that cache take, given by their rows."""
+    lengths = pc.list_value_length(rows.table.column("input_ids")).to_numpy()
+    tokens = sum(int(lengths[shard].sum()) for shard in shards)
+    return expected_bytes(rows.origin, _codec(settings), tokens)
+
+
+def kept_cache(settings: Settings, rows: Rows) -> CacheWriter:
+    """The writer of that cache."""
+    pool, ids = settings.targets, rows.sample_ids
+    shards = [[ids[row] for row in shard] for shard in kept_rows(settings, rows)]
     identity: dict[str, Setting] = {
         "by": "live_and_keep",
         "targets.batch_tokens": pool.batch_tokens,
         "targets.window_rows": pool.window_rows,
     }
     address = settings.cache.address(settings.output, settings.name)
-    return CacheWriter(address, rows.origin, Codec(settings.cache.storage, settings.cache.taps), shards, identity)
+    return CacheWriter(address, rows.origin, _codec(settings), shards, identity)
 
 
-def check_keeping(settings: Settings, rows: Rows) -> None:
+def _codec(settings: Settings) -> Codec:
+    return Codec(settings.cache.storage, settings.cache.taps)
+
+
+def check_keeping(settings: Settings, rows: Rows, beside: int) -> None:
     """Refuses a run with `live_and_keep` whose cache does not fit on its disk, or whose folder is another cache.
+
+    Touches nothing. `beside` are the bytes of the run's own folder, which may lie on the same disk.
 
     Raises:
         InputError: how much space there is and is needed, or how the folder differs.
     """
     if settings.data.source != "live_and_keep":
         return
-    with kept_cache(settings, rows) as writer:
-        missing = len(writer.unfinished()) / writer.shard_count
-        check_room(writer.task.folder, round(missing * expected_bytes(rows.origin, writer.task.codec, rows.tokens)))
+    writer, shards = kept_cache(settings, rows), kept_rows(settings, rows)
+    writer.check()
+    missing = kept_bytes(settings, rows, [shards[index] for index in writer.unfinished()])
+    folder = Folder(writer.task.folder)
+    check_room(folder.address, missing, beside if folder.shares_disk(settings.output.resolve()) else 0)
+
+
+def claim_kept(settings: Settings, rows: Rows) -> None:
+    """Begins the cache of `live_and_keep`, if that is asked for.
+
+    Raises:
+        InputError: its folder cannot be written, or another process is writing it.
+    """
+    if settings.data.source == "live_and_keep":
+        with kept_cache(settings, rows):
+            pass
 
 
 def _lost(settings: Settings, rows: Rows, writer: CacheWriter, done: int) -> list[int]:

@@ -24,6 +24,7 @@ from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
+from actors.placement import target_place
 from actors.places import Places
 from actors.shared_target import Common, SharedTarget
 from actors.stop_actor import StopActor
@@ -135,13 +136,8 @@ def common_of(settings: Settings, found: Sequence[Settings], rows: Rows, console
 def _pool(settings: Settings) -> tuple[Any, ...]:
     """The targets of a live sweep. Ray restarts one that dies, and repeats the windows that it had."""
     pool = settings.targets
-    actor = ray.remote(
-        num_cpus=pool.cpus,
-        num_gpus=pool.gpus,
-        label_selector=settings.ray.target_labels,
-        max_restarts=-1,
-        max_task_retries=-1,
-    )(SharedTarget)
+    place = target_place("targets", pool, settings.ray.target_labels)
+    actor = ray.remote(**place, max_restarts=-1, max_task_retries=-1)(SharedTarget)
     targets: list[Any] = [actor.remote(settings.target, pool) for _ in range(pool.actors)]
     for fault in ray.get([target.ready.remote() for target in targets]):
         if fault is not None:

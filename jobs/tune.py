@@ -26,13 +26,14 @@ from jobs.sweep_report import BEST, print_sweep, print_trials, write_sweep
 from jobs.sweeping import booked, check_places, plan_trials, reachable
 
 # What a sweep that is resumed must have in common with what it has done; where things run may change.
-_FIXED = ("seed", "target.model", "target.dtype", "data", "drafter", "loss", "eagle3", "train", "validation", "tune")
+_FIXED = ("seed", "target.model", "target.dtype", "data", "cache.limit", "drafter", "loss", "eagle3", "train",
+          "validation", "tune")  # fmt: skip
 _FREE = ("tune.concurrent", "tune.confirm", "tune.seeds", "train.threads", "train.cpus", "train.gpus",
          "train.max_failures", "train.prefetch", "train.storage", "train.logits_mb")  # fmt: skip
 
 
 def tune(settings: Settings, resume: Path | None, dry_run: bool) -> None:
-    """Makes the trials and leaves `best.yaml`; with `dry_run` only says which ones and what they book.
+    """Makes the trials and leaves `best.yaml`; with `dry_run` only says which ones, and what they book.
 
     Raises:
         InputError: anything that a user, a file or the machine can mend, before work starts where it can be known then;
@@ -47,11 +48,11 @@ def tune(settings: Settings, resume: Path | None, dry_run: bool) -> None:
     rows = prepare_rows(found[0])
     planned = [(one, _planned(one, rows)) for one in found]
     print_trials(console, settings, rows, trials, booked(settings, found))
-    if dry_run:
-        return
     _check_memory(settings, planned)
     if resume is not None:
         _check_same(settings, resume)
+    if dry_run:
+        return
     experiment = open_experiment(settings, resume)
     with experiment.tracker, ray_session(settings, booked(settings, found)):
         check_places(settings, found, ray.nodes())

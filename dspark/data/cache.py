@@ -45,17 +45,20 @@ def expected_bytes(origin: Origin, codec: Codec, tokens: int) -> int:
     return round(tokens * (states + 5))
 
 
-def check_room(address: str, needed: int) -> None:
+def check_room(address: str, needed: int, beside: int = 0) -> None:
     """Refuses a cache that cannot fit: better now than after a day. A file system that counts no space passes.
+
+    `beside` are bytes of something else that will lie on the same disk.
 
     Raises:
         InputError: says how much there is and how much is needed.
     """
     free = Folder(address).free_bytes()
-    if free is not None and free < needed * _ROOM:
+    if free is not None and free < needed * _ROOM + beside:
+        also = f", the run on the same disk {beside / 1e9:,.1f} GB" if beside else ""
         raise InputError(
-            f"{address} has {free / 1e9:,.1f} GB of free space, the cache takes about {needed / 1e9:,.1f} GB: free "
-            "some, write elsewhere, or store less (fewer taps, shorter rows, storage planes, taps int8_outlier)"
+            f"{address} has {free / 1e9:,.1f} GB of free space, the cache takes about {needed / 1e9:,.1f} GB{also}: "
+            "free some, write elsewhere, or store less (fewer taps, shorter rows, storage planes, taps int8_outlier)"
         )
 
 
@@ -135,10 +138,6 @@ class CacheWriter:
         if self.complete:
             return []
         return sorted(set(range(len(self._shards))) - self._finished().keys())
-
-    @property
-    def shard_count(self) -> int:
-        return len(self._shards)
 
     @property
     def all_written(self) -> bool:

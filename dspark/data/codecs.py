@@ -1,9 +1,9 @@
 """How a sample's states lie on disk: as they are, as byte planes, or (taps only) in 8 bits with outliers kept.
 
     bf16          S*H*2 bytes, little-endian: the contract's own value
-    planes        the high bytes, compressed, then the low bytes: lossless, about 0.70 of bf16. Sign and exponent of
-                  neighbours are alike; the low bytes are noise that no compressor shortens
-    int8_outlier  for each token a scale, its largest values exactly, the rest in 8 bits: about 0.53 of bf16, lossy
+    planes        the high bytes, compressed, then the low bytes: lossless. Sign and exponent of neighbours are alike;
+                  the low bytes are noise that no compressor shortens
+    int8_outlier  for each token a scale, its largest values exactly, the rest in 8 bits: 17/32 of bf16 + 4 bytes, lossy
 
 Shape suffixes: S tokens, H hidden width, K values of a token that are kept exactly.
 """

@@ -86,9 +86,13 @@ def read_conversations(path: Path, roles: Mapping[str, str], max_bad_fraction: f
 
 
 def conversations_of(
-    source: str, rows: Iterable[tuple[int, Any]], roles: Mapping[str, str], max_bad_fraction: float
+    source: str,
+    rows: Iterable[tuple[int, Any]],
+    roles: Mapping[str, str],
+    max_bad_fraction: float,
+    limit: int | None = None,
 ) -> Conversations:
-    """The usable ones of numbered raw rows; `source` names them in errors.
+    """The usable ones of numbered raw rows, at most the first `limit` of them; `source` names them in errors.
 
     A row holds `messages` or `conversations`, a list of {role, content} or {from, value}, or `turns`, a list of user
     texts of which only the first is taken: the later ones need answers that the row does not have. `id` and `domain`
@@ -97,7 +101,8 @@ def conversations_of(
     a list or as its JSON text. `roles` adds names to the built-in aliases human and gpt.
 
     Raises InputError for rows that cannot be read, if none is usable, or if more than `max_bad_fraction` of the rows is
-    dropped; duplicates are dropped too, but are not bad.
+    dropped; duplicates are dropped too, but are not bad. With a `limit` no row is read behind the last one that is
+    taken, unless too many of those before it are bad: then more are counted, but not kept, until few enough are.
     """
     known = {role: role for role in ROLES} | ALIASES | dict(roles)
     strange = {alias: role for alias, role in known.items() if role not in ROLES}
@@ -106,21 +111,26 @@ def conversations_of(
     kept: list[Conversation] = []
     dropped: list[Dropped] = []
     seen: set[str] = set()
+    read = bad = 0
     for row, raw in rows:
+        read += 1
         try:
             conversation = _conversation(raw, row, known)
             digest = conversation.digest
         except Unusable as reason:
             dropped.append(Dropped(_id_of(raw), row, str(reason)))
+            bad += 1
             continue
         if digest in seen:
             dropped.append(Dropped(conversation.id, row, DUPLICATE))
-        else:
+        elif limit is None or len(kept) < limit:
             seen.add(digest)
             kept.append(conversation if conversation.id else replace(conversation, id=digest[:16]))
-    if not kept and not dropped:
+        if len(kept) == limit and bad / read <= max_bad_fraction:
+            break
+    if not read:
         raise InputError(f"{source} holds no rows: one conversation per line or list element is needed")
-    refuse_bad_rows(source, len(kept) + len(dropped), dropped, max_bad_fraction)
+    refuse_bad_rows(source, read, dropped, max_bad_fraction)
     if not kept:
         raise InputError(f"{source} holds no usable row:\n{reasons(dropped)}")
     return Conversations(tuple(kept), tuple(dropped))

@@ -111,8 +111,11 @@ class Folder:
         """Free space of a local disk, where the folder is or will be; None elsewhere."""
         if self.local is None:
             return None
-        there = next(path for path in (self.local, *self.local.parents) if path.exists())
-        return shutil.disk_usage(there).free
+        return shutil.disk_usage(_standing(self.local)).free
+
+    def shares_disk(self, other: Path) -> bool:
+        """Whether the folder is or will be on the local disk of an absolute path."""
+        return self.local is not None and _standing(self.local).stat().st_dev == _standing(other).stat().st_dev
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file by name, temporary ones left out; empty where there is no such folder."""
@@ -257,6 +260,11 @@ def _through_fsspec(address: str) -> tuple[pafs.FileSystem, str]:
     except (ValueError, ImportError) as error:
         raise InputError(f"{address} is on no file system that pyarrow or fsspec knows: {error}") from error
     return pafs.PyFileSystem(pafs.FSSpecHandler(files)), path
+
+
+def _standing(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there."""
+    return next(one for one in (path, *path.parents) if one.exists())
 
 
 def _sync_folder(path: Path) -> None:

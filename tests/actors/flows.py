@@ -15,7 +15,7 @@ import pyarrow as pa
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.pipelines import capture_options, one_row_blocks, target_pool, window_table
+from actors.pipelines import capture_options, evaluated, one_row_blocks, target_pool, window_table
 from actors.placement import TargetWatch, attended
 from actors.splits import blocks_of
 from benchmarks.stream import EmptyTarget, Flow, flow, position_of
@@ -66,8 +66,15 @@ class SlowTarget:
             yield pa.table({"position": [position], "node": [ray.get_runtime_context().get_node_id()]})
 
 
+class Where:
+    """An evaluator that says where it is."""
+
+    def __call__(self, prompts: pa.Table) -> pa.Table:
+        return pa.table({"node": [ray.get_runtime_context().get_node_id()] * prompts.num_rows})
+
+
 def joined_and_lost(preset: Path) -> dict[str, Any]:
-    """A stream from one node; a second one joins; the first is killed, later the second."""
+    """An evaluation, then a stream from one node; a second one joins; the first is killed, later the second."""
     overrides = [
         "targets.max_actors=2",
         "targets.window_rows=4",
@@ -79,6 +86,7 @@ def joined_and_lost(preset: Path) -> dict[str, Any]:
     first = cluster.add_node(num_cpus=1, labels=LABELS)
     ray.init(address=cluster.address)
     ray.data.DataContext.get_current().enable_progress_bars = False
+    (evaluator,) = evaluated(Where, (), [pa.table({"prompt": [0]})], settings)
     rows = _rows(settings)
     positions: list[int] = []
     makers: set[str] = set()
@@ -107,6 +115,7 @@ def joined_and_lost(preset: Path) -> dict[str, Any]:
     seconds = time.monotonic() - since
     assert positions == sorted(positions), "the rows come in the order of the plan"
     found = {"alone": alone_at_first, "ledger": booked(PLAN, positions), "error": error, "seconds": seconds}
+    found["evaluated there"] = evaluator["node"] == first.node_id
     with suppress(Exception):
         ray.shutdown()
         cluster.shutdown()

@@ -30,6 +30,7 @@ def test_a_node_that_joins_is_used_one_that_is_lost_is_replaced_and_without_any_
     preset: Path,
 ) -> None:
     found = alone(joined_and_lost, preset)
+    assert found["evaluated there"], "the head has room too, but not the label"
     assert found["alone"] == 1
     ledger = found["ledger"]
     assert ledger == Tally(expected=ledger.trained, trained=ledger.trained) and ledger.trained > 48

@@ -1,5 +1,6 @@
-"""Waiting for rows, and what is told when no place for a target is left. No Ray."""
+"""Waiting for rows, and what is told when there is no place for a target or a trainer."""
 
+import ast
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.placement import attended, check_target_place, check_trainer_places, lost_targets, places_on
+from actors.placement import attended, check_trainer_places, lost_targets, places_on, target_place
 from dspark.errors import InputError
 from jobs.config import load_settings
 from tests.conftest import tiny_preset
@@ -71,15 +72,32 @@ def node(cpus: float, **labels: str) -> dict[str, Any]:
 
 
 def test_trainers_and_targets_that_no_node_could_hold_are_refused_before_they_are_waited_for(
-    tmp_path: Path, tiny_target: Path
+    tmp_path: Path, tiny_target: Path, local_ray: None
 ) -> None:
-    labels = ["ray.trainer_labels={role: trainer}", "ray.target_labels={role: target}", "train.workers=2"]
-    settings = load_settings(tiny_preset(tmp_path, tiny_target), [*labels, "train.cpus=2", "targets.cpus=3"])
-    both = [node(4, role="trainer"), node(3, role="target")]
-    check_trainer_places(settings, both)
-    check_target_place(settings, both)
+    labels = ["ray.trainer_labels={role: trainer}", "train.workers=2", "train.cpus=2", "targets.cpus=3"]
+    settings = load_settings(tiny_preset(tmp_path, tiny_target), labels)
+    check_trainer_places(settings, [node(4, role="trainer"), node(3)])
     gone = {**node(8, role="trainer"), "Alive": False}
     with pytest.raises(InputError, match=r"train\.workers=2 needs as many places .* \{'role': 'trainer'\}.* has 1"):
         check_trainer_places(settings, [node(3, role="trainer"), node(16), gone])
-    with pytest.raises(InputError, match=r"no target can be started: one needs 3 .*, 1 with these labels, none"):
-        check_target_place(settings, [node(2, role="target"), node(16)])
+    # This Ray has one node with 8 CPUs and no label.
+    assert target_place("targets", settings.targets, {})["num_cpus"] == 3
+    with pytest.raises(
+        InputError, match=r"no place for an actor of targets.*one needs 3 .*, 0 with these labels, none"
+    ):
+        target_place("targets", settings.targets, {"role": "target"})
+
+
+def test_whoever_books_gpus_for_an_actor_also_says_on_which_nodes() -> None:
+    root, booking, anywhere = Path(__file__).parents[2], 0, []
+    for file in sorted(file for folder in ("actors", "jobs") for file in (root / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names: set[object] = set()
+            if isinstance(node, ast.Call):
+                names = {keyword.arg for keyword in node.keywords}
+            elif isinstance(node, ast.Dict):
+                names = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+            booking += "num_gpus" in names
+            if "num_gpus" in names and "label_selector" not in names:
+                anywhere.append(f"{file.name}: {ast.unparse(node)}")
+    assert booking >= 2 and anywhere == []

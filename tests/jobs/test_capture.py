@@ -3,18 +3,23 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from actors.evaluator import EvaluatorActor
+from actors.pipelines import answered, evaluated
+from actors.responder import AnswerTask
 from dspark.capture import capture as capture_here
 from dspark.config import Settings
 from dspark.data.cache import CacheWriter
 from dspark.data.cache_reader import CacheReader
 from dspark.data.plan import padded_share
 from dspark.data.rows import sample_at
+from dspark.decoding.sampling import Sampling
 from dspark.errors import InputError
 from dspark.target import load_target
 from jobs import cli
@@ -100,7 +105,10 @@ def test_a_folder_of_other_settings_is_refused_by_name(
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ([], "lacks 7 of 40 samples, such as that of the conversation row-33"),
+        (
+            [],
+            r"lacks 7 of 40 samples, such as that of the conversation row-33: .* or set cache\.limit=33, as",
+        ),
         (["drafter.taps=[0,3]"], r"lacks taps \[3\]"),
         (["target.dtype=bf16"], "dtype='fp32', this run needs 'bf16'"),
         (["cache.taps=int8_outlier"], "codec='plain', this run needs 'int8_outlier'"),
@@ -115,6 +123,14 @@ def test_training_is_refused_before_it_starts_when_the_cache_does_not_fit(
         train(
             load_settings(preset, ["data.source=cache", f"cache.folder={settings.cache.folder}", *changes]), None, True
         )
+
+
+def test_the_limit_of_a_cache_is_that_of_the_rows_that_are_trained_from_it(captured: tuple[Path, Settings]) -> None:
+    preset, settings = captured
+    same = ["data.source=cache", f"cache.folder={settings.cache.folder}", "cache.limit=33"]
+    rows = prepare_rows(load_settings(preset, same))
+    assert rows.sample_ids == plan_capture(settings, None).rows.sample_ids and len(rows.sample_ids) == 33
+    assert len(prepare_rows(load_settings(preset, [*same, "cache.limit=5"])).sample_ids) == 5
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +179,32 @@ def test_the_estimate_says_rows_bytes_space_and_time_and_writes_nothing(
     assert "389 per token" in told and "storage planes" in told and "GB" in told  # (3 taps + final) * 48 * 2 + 5
     assert "tokens/s, measured just now" in told
     assert not (tmp_path / "new").exists()
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_started_or_loaded(
+    captured: tuple[Path, Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No GPU is there: an estimate that began would say so.
+    settings = load_settings(captured[0], [f"cache.folder={tmp_path / 'new'}", "targets.gpus=1"])
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(InputError, match="GB of free space, the cache takes about"):
+        capture(settings, None, False, True)
+
+
+def test_no_actor_with_a_target_waits_for_a_node_that_no_label_selects(
+    captured: tuple[Path, Settings], tmp_path: Path
+) -> None:
+    labels = ["ray.target_labels={role: nobody}", f"cache.folder={tmp_path / 'new'}"]
+    settings = load_settings(captured[0], labels)
+    needed = r"no place for an actor of {}, .*one needs 1 logical CPUs on a node with labels {{'role': 'nobody'}}"
+    for estimate in (True, False):
+        with pytest.raises(InputError, match=needed.format("targets")):
+            capture(settings, None, False, estimate)
+    with pytest.raises(InputError, match=needed.format("evaluate")):
+        next(evaluated(EvaluatorActor, (), [], settings))
+    task = AnswerTask(settings.target, settings.prepare, None, Sampling(), 64)
+    with pytest.raises(InputError, match=needed.format("prepare")):
+        next(answered(task, [], settings.ray.target_labels))
 
 
 def test_a_folder_that_was_not_begun_is_not_resumed(

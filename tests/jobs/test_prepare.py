@@ -147,6 +147,17 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_no_more_of_a_source_is_read_than_the_limit_asks_for(tmp_path: Path, tiny_target: Path) -> None:
+    preset = preset_for(tmp_path, tiny_target)
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "source.jsonl").rename(tmp_path / "chats" / "a.jsonl")
+    (tmp_path / "chats" / "b.parquet").write_text("no parquet")
+    overrides = [f"prepare.source={tmp_path}/chats", "prepare.limit=5"]
+    assert [row.id for row in plan_work(load_settings(preset, overrides), None).rows] == [f"row-{i}" for i in range(5)]
+    with pytest.raises(InputError, match=r"b\.parquet cannot be read"):
+        plan_work(load_settings(preset, overrides[:1]), None)
+
+
 def test_a_finished_folder_is_kept_and_resumed_only_with_its_own_settings(
     prepared: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dspark.data.conversations import DUPLICATE, Conversations, Message, read_conversations
+from dspark.data.conversations import DUPLICATE, Conversations, Message, conversations_of, read_conversations
 from dspark.errors import InputError
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]}
@@ -281,3 +282,22 @@ def test_missing_paths_empty_folders_and_foreign_columns_are_refused(tmp_path: P
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match=r"columns \['text'\]: one of messages, conversations, turns"):
         read(tmp_path / "a.parquet")
+
+
+def test_with_a_limit_nothing_is_read_behind_what_is_taken_unless_too_much_of_it_is_bad() -> None:
+    good = [{"turns": [f"question {number}"]} for number in range(9)]
+    rows = [good[0], good[0], {"turns": []}, *good[1:]]
+    read = []
+
+    def source() -> Iterator[tuple[int, Any]]:
+        for number, row in enumerate(rows, start=1):
+            read.append(number)
+            yield number, row
+
+    whole = conversations_of("source", source(), {}, 0.25)
+    for limit, allowed, last in ((1, 0.25, 1), (2, 0.25, 4), (2, 0.2, 5), (2, 0.1, 10), (9, 0.25, 11), (20, 0.25, 11)):
+        read.clear()
+        found = conversations_of("source", source(), {}, allowed, limit)
+        assert found.rows == whole.rows[:limit] and read[-1] == last
+    with pytest.raises(InputError, match=r"1 of 11 rows \(9\.1%\) cannot be used"):
+        conversations_of("source", source(), {}, 0.05, 2)
