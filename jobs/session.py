@@ -3,8 +3,10 @@
 import logging
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
+import psutil
 import ray
 from ray.data import DataContext
 
@@ -15,6 +17,7 @@ from dspark.errors import InputError
 # Ray Data's own small tasks run beside the actors and need room of their own.
 _DATA_CPUS = 2
 _CONNECT_TIMEOUT_S = 10
+_STARTS = 4
 
 
 def needed_cpus(settings: Settings, targets: int) -> float:
@@ -102,8 +105,7 @@ def _start(settings: Settings, cpus: float) -> None:
             _check_port(wanted.dashboard_port)
         # RAY_AUTH_MODE stays as it is: unset, Ray makes a token for this cluster, since its ports listen on every
         # interface and anyone near could run code without one. Ray reads the variable before this module can set it.
-        ray.init(
-            address="local",
+        start_ray(
             num_cpus=int(-(-cpus // 1)),
             object_store_memory=wanted.object_store_mb * 2**20,
             include_dashboard=wanted.dashboard_port is not None,
@@ -118,6 +120,28 @@ def _start(settings: Settings, cpus: float) -> None:
         ray.init(address=wanted.address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _no_answer(wanted.address, str(error).splitlines()[0]) from error
+
+
+def start_ray(**options: Any) -> None:
+    """A Ray of this machine, with options of `ray.init`.
+
+    Ray gives its own processes 30 seconds to start, which a machine that is busy with other work may not have: then
+    they are ended, and started again.
+    """
+    driver = psutil.Process()
+    for attempt in range(_STARTS):
+        others = driver.children(recursive=True)
+        try:
+            ray.init(address="local", **options)
+            return
+        except Exception as error:  # Ray raises no kind of its own
+            if "timed out during startup" not in str(error) or attempt == _STARTS - 1:
+                raise
+        ray.shutdown()
+        for child in driver.children(recursive=True):
+            if child not in others:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
 
 
 def _check_answers(address: str) -> None:

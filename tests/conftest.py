@@ -49,8 +49,9 @@ def local_ray() -> Iterator[None]:
     """A Ray of this machine with room for two trainers and two targets, for as long as the tests run."""
     import ray
 
-    ray.init(
-        address="local",
+    from jobs.session import start_ray
+
+    start_ray(
         num_cpus=8,
         object_store_memory=200 * 2**20,
         include_dashboard=False,
