@@ -86,20 +86,10 @@ def generate(
     from jobs.generate import generate
 
     wish = Wish(
-        target=target,
-        system=system,
-        thinking=thinking,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        policy=policy,
-        slots=slots,
-        threshold=threshold,
-        calibration=calibration,
+        target=target, system=system, thinking=thinking, max_new_tokens=max_new_tokens, temperature=temperature,
+        top_k=top_k, top_p=top_p, seed=seed, policy=policy, slots=slots, threshold=threshold, calibration=calibration,
         dtype=dtype,
-    )
+    )  # fmt: skip
     generate(local_checkpoint(checkpoint, uri=uri), prompt, file, chat, wish)
 
 

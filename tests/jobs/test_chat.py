@@ -11,7 +11,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -74,6 +74,15 @@ class Typist:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
+    def interrupt(self, pattern: str) -> None:
+        """Ctrl-C until the pattern shows: one just before the program waits for a key is seen at the next key."""
+        for _ in range(20):
+            self.type("\x03")
+            with suppress(AssertionError):
+                self.wait(pattern, 3)
+                return
+        raise AssertionError(f"no {pattern!r}, however often it was asked")
+
     def wait(self, pattern: str, timeout_s: float = 240) -> None:
         """Until the pattern stands behind what earlier waits found."""
         start, end = len(self.shown), time.monotonic() + timeout_s
@@ -96,9 +105,7 @@ def test_at_a_terminal_ctrl_c_stops_the_answer_and_not_the_program(folders: tupl
         user.wait(r"; stopped[\s\S]*> ")
         user.type("half a line")
         user.wait("half a line")
-        time.sleep(0.3)  # until it waits for a key again: a signal just before is seen at the next key
-        user.type("\x03")
-        user.wait(r"\n[\s\S]*> ")
+        user.interrupt(r"\n[\s\S]*> ")
         user.type("/reset\n")
         user.wait(r"a new conversation[\s\S]*> ")
         user.type("/exit\n")
