@@ -16,6 +16,7 @@ import ray
 from dspark.answering import PrepareSettings
 from dspark.config import Settings
 from dspark.errors import InputError
+from dspark.learning import TrainSettings
 from dspark.sections import EvaluateSettings, TargetPoolSettings
 
 T = TypeVar("T")
@@ -111,7 +112,7 @@ def target_place(section: str, pool: Pool, labels: Mapping[str, str]) -> dict[st
     return {"num_cpus": pool.cpus, "num_gpus": pool.gpus, "label_selector": dict(labels)}
 
 
-def _needed(pool: Pool) -> dict[str, float]:
+def _needed(pool: Pool | TrainSettings) -> dict[str, float]:
     return {name: count for name, count in (("CPU", pool.cpus), ("GPU", pool.gpus)) if count}
 
 
@@ -130,7 +131,7 @@ def check_trainer_places(settings: Settings, nodes: Sequence[Mapping[str, Any]])
         InputError: what they need, what the cluster has, and which setting needs less.
     """
     train, labels = settings.train, settings.ray.trainer_labels
-    needed = {name: count for name, count in (("CPU", train.cpus), ("GPU", train.gpus)) if count}
+    needed = _needed(train)
     places = sum(places_on(node, needed, labels) for node in nodes if node["Alive"])
     if places < train.workers:
         raise InputError(

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dspark.errors import InputError
-from dspark.redaction import redacted
+from jobs.facts import print_facts
 
 if TYPE_CHECKING:  # `dspark --help` needs neither torch nor pyarrow
     from dspark.data.cache_copy import Copy
@@ -44,7 +44,7 @@ def info(folder: Dir) -> None:
     from dspark.data.manifest import read_manifest
 
     manifest = read_manifest(Folder(folder))
-    _print_facts(Console(highlight=False), _facts(folder, manifest))
+    print_facts(Console(highlight=False), _facts(folder, manifest))
 
 
 @commands.command()
@@ -164,12 +164,12 @@ def convert(
         "render": origin.render,
         "states": "compared with the target's" if prove else "not compared with the target's",
     }
-    _print_facts(console, facts)
+    print_facts(console, facts)
     if dry_run:
         return
     with _bar(console, "rows", len(rows)) as on_rows:
         manifest = write_converted(source, rows, origin, codec, out, shard_mb * 2**20, on_rows)
-    _print_facts(console, _facts(out, manifest))
+    print_facts(console, _facts(out, manifest))
 
 
 def _raw_origin(source: "RawCache", codec: "Codec", target: str, revision: str, render: str | None) -> "Origin":
@@ -218,12 +218,12 @@ def _write(copy: "Copy", out: str, shard_mb: int, dry_run: bool) -> None:
         "rows": f"{copy.rows}, {copy.dropped} duplicates dropped",
         "bytes": _size(copy.bytes),
     }
-    _print_facts(console, facts)
+    print_facts(console, facts)
     if dry_run:
         return
     with _bar(console, "rows", copy.rows) as on_rows:
         manifest = write_copy(copy, out, shard_mb * 2**20, on_rows)
-    _print_facts(console, _facts(out, manifest))
+    print_facts(console, _facts(out, manifest))
 
 
 def _facts(folder: str, manifest: "Manifest") -> dict[str, str]:
@@ -245,13 +245,6 @@ def _facts(folder: str, manifest: "Manifest") -> dict[str, str]:
         "settings": ", ".join(f"{key}={value}" for key, value in manifest.settings.items()) or "none",
         "format": str(origin.format_version),
     }
-
-
-def _print_facts(console: Console, facts: dict[str, str]) -> None:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for label, text in facts.items():
-        table.add_row(f"[bold]{label}", Text(redacted(text)))
-    console.print(table)
 
 
 def _size(count: int) -> str:

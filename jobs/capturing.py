@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import ray
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from actors.placement import target_place
 from actors.target import ProbeActor
@@ -23,6 +21,7 @@ from dspark.data.plan import padded_share, planned_batches
 from dspark.errors import InputError
 from dspark.redaction import redacted
 from dspark.target_files import settled
+from jobs.facts import print_facts
 from jobs.rows import Rows, prepare_rows
 
 _MB = 2**20
@@ -143,17 +142,10 @@ def print_capture(console: Console, work: Capture) -> None:
         "free": "not known on this file system" if free is None else f"{free / 1e9:,.1f} GB",
         "folder": redacted(work.address),
     }
-    _print_lines(console, lines)
+    print_facts(console, lines)
 
 
 def print_time(console: Console, work: Capture, rate: float) -> None:
     """How long all of it takes at `rate` tokens per second."""
     minutes = sum(work.lengths) / rate / 60
-    _print_lines(console, {"time": f"about {minutes:,.1f} minutes at {rate:,.0f} tokens/s, measured just now"})
-
-
-def _print_lines(console: Console, lines: Mapping[str, str]) -> None:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for label, text in lines.items():
-        table.add_row(f"[bold]{label}", Text(text))
-    console.print(table)
+    print_facts(console, {"time": f"about {minutes:,.1f} minutes at {rate:,.0f} tokens/s, measured just now"})

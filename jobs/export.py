@@ -10,8 +10,6 @@ import torch
 import yaml
 from huggingface_hub import HfApi, get_token
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from dspark.errors import InputError
 from dspark.evaluation.model_card import CardData, Licences, model_card
@@ -28,6 +26,7 @@ from dspark.model.layout import dtype_name
 from dspark.model.stored import Verifier
 from dspark.sections import TargetSettings
 from dspark.target_files import load_config, load_vocabulary
+from jobs.facts import print_facts
 from jobs.reporting import RESULT
 
 CARD = "README.md"
@@ -142,10 +141,7 @@ def _print_plan(console: Console, found: Checkpoint, checkpoint: Path, out: Path
         "drafter": f"{draft}, {sum(tensor.nbytes for tensor in tensors) / 1e6:,.1f} MB in {dtype_name(found.dtype)}",
         "hub": hub or "not uploaded",
     }
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for label, text in lines.items():
-        table.add_row(f"[bold]{label}", Text(text))
-    console.print(table)
+    print_facts(console, lines)
 
 
 def upload(folder: Path, repository: str) -> str:

@@ -7,8 +7,6 @@ from pathlib import Path
 import psutil
 import torch
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from safetensors import safe_open
 
 from actors.pipelines import check_store
@@ -23,6 +21,7 @@ from dspark.model.kinds import drafter_of
 from dspark.redaction import redacted
 from dspark.target_files import load_whole_config, resolve
 from dspark.training.memory import PROCESS_BYTES, SIZES, Estimate, largest_load, rank_memory
+from jobs.facts import print_facts
 from jobs.fitting import held_bytes
 from jobs.rows import Rows
 from jobs.session import target_actors
@@ -214,10 +213,7 @@ def print_plan(console: Console, settings: Settings, rows: Rows) -> None:
         kept, free = kept_bytes(settings, rows, kept_rows(settings, rows)), Folder(_cache(settings)).free_bytes()
         known = "" if free is None else f" ({free / _GB:.1f} GB free)"
         lines["cache"] = f"{kept / _GB:.2f} GB in {redacted(_cache(settings))}{known}"
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for label, text in lines.items():
-        table.add_row(f"[bold]{label}", Text(text))
-    console.print(table)
+    print_facts(console, lines)
 
 
 def _cache(settings: Settings) -> str:

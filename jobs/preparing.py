@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from dspark.config import Settings
 from dspark.data.conversations import Conversation, Dropped, conversations_of, main_reasons, refuse_bad_rows
@@ -23,6 +21,7 @@ from dspark.decoding.sampling import Sampling
 from dspark.errors import InputError
 from dspark.target import check_one_device
 from dspark.target_files import fingerprint, load_config, load_tokenizer, native_precision, resolve
+from jobs.facts import print_facts
 
 
 @dataclass(frozen=True)
@@ -166,10 +165,7 @@ def print_work(
         lines["time"] = f"about {seconds / 60:,.1f} minutes at the rate so far"
     else:
         lines["time"] = "unknown before the first answers"
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for label, text in lines.items():
-        table.add_row(f"[bold]{label}", Text(text))
-    console.print(table)
+    print_facts(console, lines)
 
 
 def first_prompt_lengths(work: Work, rows: Sequence[Conversation]) -> list[int]:

@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from actors.registry import FINGERPRINT, Registry, parse_reference
 from actors.tracking import Tracker, sqlite_file
@@ -22,6 +20,7 @@ from dspark.sections import NAME_PATTERN, REGISTERED, TrackingSettings
 from dspark.target_files import fingerprint
 from jobs.checkpoints import is_registered, local_checkpoint, store_of
 from jobs.experiment import RECORD, Experiment
+from jobs.facts import print_facts
 from jobs.measured import Measured, measured_in
 from jobs.registration import Registration, registration_of
 from jobs.results import DESCRIPTION
@@ -130,10 +129,7 @@ def _print_plan(
         "evaluation": advice if evaluation is None else f"{evaluation}: {', '.join(lengths)}",
         "lossless": made.tags.get(LOSSLESS, "not checked"),
     }
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for label, text in lines.items():
-        table.add_row(f"[bold]{label}", Text(text))
-    console.print(table)
+    print_facts(console, lines)
 
 
 if __name__ == "__main__":

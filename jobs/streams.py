@@ -69,7 +69,7 @@ def step_streams(
         yield {"steps": lambda: captured_steps(settings, plan, whole, done(), rows.origin, planned, None, shared)}
         return
     first = range(int(np.searchsorted(plan.epochs, 0, side="right")))
-    with kept_cache(settings, rows) as writer:
+    with kept_cache(settings, rows, kept_rows(settings, rows)) as writer:
         task = writer.task
         if lost := _lost(settings, rows, writer, done()):
             keep_again(settings, plan, lost, rows.origin, planned, task)
@@ -98,17 +98,17 @@ def kept_bytes(settings: Settings, rows: Rows, shards: Sequence[list[int]]) -> i
     return expected_bytes(rows.origin, _codec(settings), tokens)
 
 
-def kept_cache(settings: Settings, rows: Rows) -> CacheWriter:
-    """The writer of that cache."""
+def kept_cache(settings: Settings, rows: Rows, shards: Sequence[list[int]]) -> CacheWriter:
+    """The writer of that cache, whose shards are given by their rows."""
     pool, ids = settings.targets, rows.sample_ids
-    shards = [[ids[row] for row in shard] for shard in kept_rows(settings, rows)]
+    samples = [[ids[row] for row in shard] for shard in shards]
     identity: dict[str, Setting] = {
         "by": "live_and_keep",
         "targets.batch_tokens": pool.batch_tokens,
         "targets.window_rows": pool.window_rows,
     }
     address = settings.cache.address(settings.output, settings.name)
-    return CacheWriter(address, rows.origin, _codec(settings), shards, identity)
+    return CacheWriter(address, rows.origin, _codec(settings), samples, identity)
 
 
 def _codec(settings: Settings) -> Codec:
@@ -125,7 +125,8 @@ def check_keeping(settings: Settings, rows: Rows, beside: int) -> None:
     """
     if settings.data.source != "live_and_keep":
         return
-    writer, shards = kept_cache(settings, rows), kept_rows(settings, rows)
+    shards = kept_rows(settings, rows)
+    writer = kept_cache(settings, rows, shards)
     writer.check()
     missing = kept_bytes(settings, rows, [shards[index] for index in writer.unfinished()])
     folder = Folder(writer.task.folder)
@@ -139,7 +140,7 @@ def claim_kept(settings: Settings, rows: Rows) -> None:
         InputError: its folder cannot be written, or another process is writing it.
     """
     if settings.data.source == "live_and_keep":
-        with kept_cache(settings, rows):
+        with kept_cache(settings, rows, kept_rows(settings, rows)):
             pass
 
 

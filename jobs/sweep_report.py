@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from dspark.config import Settings, dotted
 from dspark.evaluation import sweep_plots
@@ -17,6 +16,7 @@ from dspark.evaluation.sweep_plots import Point
 from dspark.tuning import TuneSettings
 from jobs.config import dump_settings, with_values
 from jobs.experiment import Experiment
+from jobs.facts import print_facts
 from jobs.outcomes import TABLE, TRIALS, Ledger, Outcome, Score, summary
 from jobs.rows import Rows
 from jobs.sweeping import Trial, shown_value
@@ -53,10 +53,7 @@ def print_trials(
         "booked": f"{books['CPU']:g} logical CPUs, {books['GPU']:g} GPUs at most",
         "folder": f"a new one in {settings.output.resolve()}",
     }
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for label, text in lines.items():
-        table.add_row(f"[bold]{label}", Text(text))
-    console.print(table)
+    print_facts(console, lines)
     for trial in trials[:_SHOWN_TRIALS]:
         console.print(f"trial {trial.number}: {trial.shown}", highlight=False, markup=False, soft_wrap=True)
     if section.search == "optuna":
