@@ -81,6 +81,7 @@ def verify(
     for fault in faults:
         errors.print(Text.assemble(("damaged: ", "bold red"), f"{fault.file} {fault.reason}"), soft_wrap=True)
     if faults:
+        errors.print("Delete the damaged shards: the command that wrote the cache writes them again, and them alone.")
         raise typer.Exit(1)
     console.print(
         f"{len(manifest.shards)} shards, {manifest.rows} rows, {_size(manifest.bytes)}: every byte is as written"

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
+from dspark.data.cache_repair import begin_repair, damaged_shards, finish_repair
 from dspark.data.captures import Origin, final_column, tap_column
 from dspark.data.codecs import SHARE, Codec
 from dspark.data.folder import Folder
@@ -87,8 +88,9 @@ class CacheWriter:
     """One cache being written, held by one process at a time; others get its `task` and call `write_shard`.
 
     `shards` are the planned sample ids of each shard, `settings` whatever else decides the states' bits (such as tokens
-    per batch). A folder that was begun before is gone on with iff all of these are equal; a complete one has nothing
-    left to do. Entering it raises InputError if the folder is another cache, or is being written by another process.
+    per batch). A folder that was begun before is gone on with iff all of these are equal; of a complete one only shards
+    that are missing or cut are left. Entering it raises InputError if the folder is another cache, or is being written
+    by another process.
 
     On a local disk a lock keeps a second writer out. On an object store there is none: two writers of one plan repeat
     each other's work, and leave the same objects.
@@ -130,20 +132,20 @@ class CacheWriter:
         return MANIFEST in self._folder.sizes()
 
     def unfinished(self) -> list[int]:
-        """Shards that are still to be written, ascending: those without their file, of its size, and its ledger part.
+        """Shards that are still to be written, ascending: those without their file, of its size, and a ledger part.
 
         Raises:
             InputError: a finished shard holds other samples than planned.
         """
         if self.complete:
-            return []
+            return damaged_shards(self._folder, read_manifest(self._folder))
         return sorted(set(range(len(self._shards))) - self._finished().keys())
 
     @property
     def all_written(self) -> bool:
-        """Whether every shard has its file and its part of the ledger, by their names alone: quick to ask again."""
-        names = self._folder.sizes().keys()
-        return MANIFEST in names or all({shard_file(i), record_file(i)} <= names for i in range(len(self._shards)))
+        """Whether every shard has its file, and the ledger its part, by their names alone: quick to ask again."""
+        names, every = self._folder.sizes().keys(), range(len(self._shards))
+        return all(shard_file(i) in names and bool({record_file(i), MANIFEST} & names) for i in every)
 
     def skipped(self) -> list[str]:
         """Planned samples that the finished shards were not given."""
@@ -153,9 +155,11 @@ class CacheWriter:
         """Joins the parts of the ledger and writes the manifest; afterwards the cache can be read.
 
         Raises:
-            InputError: shards are missing.
+            InputError: shards are missing, or one of a complete cache was written again with other bytes.
         """
-        if not self.complete:
+        if self.complete:
+            finish_repair(self._folder, read_manifest(self._folder))
+        else:
             records = self._finished()
             if missing := sorted(set(range(len(self._shards))) - records.keys()):
                 raise InputError(f"{self._folder.address} lacks {len(missing)} shards, the first is {missing[0]}")
@@ -199,6 +203,7 @@ class CacheWriter:
     def _begin(self) -> None:
         self.check()
         if self.complete:
+            begin_repair(self._folder, read_manifest(self._folder))
             self._clear()
             return
         if JOB not in self._folder.sizes():

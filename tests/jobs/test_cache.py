@@ -76,6 +76,7 @@ def test_verify_exits_1_and_names_each_faulty_shard(
     faults = capsys.readouterr().err.splitlines()
     assert faults[0] == "damaged: shard-000000.parquet is missing"
     assert faults[1].startswith("damaged: shard-000002.parquet is truncated: 5 bytes")
+    assert "writes them again" in faults[2]
     assert run(monkeypatch, "verify", tmp_path / "nothing") == 2
     assert "holds no manifest.json" in capsys.readouterr().err
 

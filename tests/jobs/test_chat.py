@@ -5,6 +5,7 @@ import io
 import os
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def terminal(*arguments: str, **environment: str) -> Iterator["Typist"]:
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     process = subprocess.Popen(
         [sys.executable, "-m", "jobs.generate", *arguments], stdin=slave, stdout=slave, stderr=slave,
-        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        start_new_session=True, preexec_fn=_in_front,
         env={**os.environ, "TERM": "xterm-256color", **environment},
     )  # fmt: skip
     os.close(slave)
@@ -63,6 +64,12 @@ def terminal(*arguments: str, **environment: str) -> Iterator["Typist"]:
         process.kill()
         process.wait()
         os.close(master)
+
+
+def _in_front() -> None:
+    """Makes this process one that a user started at a terminal: a shell ignores Ctrl-C for those behind `&`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 class Typist:
