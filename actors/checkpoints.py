@@ -15,32 +15,28 @@ kill in mid-save, is never loaded, and removed when the run goes on. `actors.ret
 
 import json
 import tempfile
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import ray.train
 import torch
 import torch.distributed as dist
-from ray.train import Checkpoint, Result
+from ray.train import Checkpoint
 from safetensors.torch import save_file
 
 from actors.averages import Averages, used
+from actors.checkpoint_files import DRAFTER, RECORDS, as_lines, from_lines, resumable_steps, spare_snapshot
 from actors.deepspeed_alone import DeepSpeedEngine
-from actors.resizing import check_resizable, universal_shards
-from actors.retention import LEDGER, PROGRESS, SNAPSHOT, thin_out
+from actors.resizing import universal_shards
+from actors.retention import LEDGER, PROGRESS, thin_out
 from actors.task import TrainTask
 from actors.zero import whole_state
 from dspark.data.epoch_ledger import EpochLedger, Taken
-from dspark.data.folder import Folder
 from dspark.errors import InputError
 from dspark.training.plateau import Plateau
 
-DRAFTER, RECORDS, SETTINGS, TAG = "drafter.safetensors", "records.jsonl", "settings.yaml", "deepspeed"
-# Ray Train writes its snapshot in place, so a kill can leave half of one.
-SPARE = "checkpoint_manager_snapshot.spare.json"
+SETTINGS, TAG = "settings.yaml", "deepspeed"
 
 
 @dataclass
@@ -83,7 +79,7 @@ def save(engine: DeepSpeedEngine, task: TrainTask, progress: Progress, averages:
     with tempfile.TemporaryDirectory() as temporary:
         write(engine, task, progress, averages, Path(temporary))
         if dist.get_rank() == 0:
-            _spare_snapshot(task.storage)
+            spare_snapshot(task.storage)
             thin_out(task.storage, task.settings)
         metrics: dict[str, float] = {"step": progress.step, **progress.measured}
         ray.train.report(metrics, Checkpoint.from_directory(temporary), checkpoint_dir_name=name)
@@ -165,101 +161,3 @@ def _own(rank: int) -> str:
 
 def _mark(task: TrainTask) -> str | None:
     return None if task.validation is None else task.validation.mark
-
-
-def as_lines(records: Iterable[Mapping[str, float]]) -> str:
-    """Records as JSON, one per line."""
-    return "".join(json.dumps(entry) + "\n" for entry in records)
-
-
-def from_lines(text: str) -> list[dict[str, float]]:
-    """The records of a text; a line that a kill broke off has no line break and is none."""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
-
-
-def recorded(checkpoint: Checkpoint | None) -> list[dict[str, float]]:
-    """The records of the steps that a checkpoint holds; none for None."""
-    return [] if checkpoint is None else from_lines(read_file(checkpoint, RECORDS).decode())
-
-
-def check_identity(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Refuses a checkpoint of another experiment.
-
-    Raises:
-        InputError: names the first differing key, what the checkpoint holds and what the run asks for.
-    """
-    for key, value in wanted.items():
-        if found.get(key) != value:
-            raise InputError(
-                f"the checkpoint was made with {key}={found.get(key)!r}, this run has {value!r}: resume with the same "
-                "settings, or start a new run"
-            )
-
-
-def newest_checkpoint(storage: str | Path) -> Checkpoint | None:
-    """The newest registered checkpoint under a run's storage, a folder or URI; None when there is none yet."""
-    if SNAPSHOT not in Folder(storage).sizes():
-        return None
-    return Result.from_path(str(storage)).checkpoint
-
-
-def settle_storage(storage: str | Path) -> None:
-    """Clears what a kill in mid-save left: half a snapshot, and folders that were never registered or are no more."""
-    folder = Folder(storage)
-    if SNAPSHOT in folder.sizes():
-        try:
-            json.loads(folder.read(SNAPSHOT))
-        except ValueError:
-            if SPARE in folder.sizes():
-                folder.write(SNAPSHOT, folder.read(SPARE))
-            else:
-                folder.remove(SNAPSHOT)
-    known: set[str] = set()
-    if SNAPSHOT in folder.sizes():
-        result = Result.from_path(str(storage))
-        registered = [result.checkpoint, *(one for one, _ in result.best_checkpoints or [])]
-        known = {Path(one.path).name for one in registered if one is not None}
-    for name in folder.folders():
-        if name.startswith("step-") and name not in known:
-            folder.remove_folder(name)
-
-
-def _spare_snapshot(storage: str) -> None:
-    """Copies Ray Train's snapshot before it is written anew; its folders are only removed after that."""
-    folder = Folder(storage)
-    if SNAPSHOT in folder.sizes():
-        folder.write(SPARE, folder.read(SNAPSHOT))
-
-
-def resumable_steps(checkpoint: Checkpoint | None, task: TrainTask) -> int:
-    """Optimizer steps that a checkpoint of this run holds; 0 for None.
-
-    Raises:
-        InputError: the checkpoint was made with other settings that matter, or by a number of ranks that cannot change.
-    """
-    if checkpoint is None:
-        return 0
-    facts = progress_of(checkpoint)
-    check_identity(facts["identity"], json.loads(json.dumps(task.identity)))
-    check_resizable(facts["workers"], task.settings.train)
-    return int(facts["step"])
-
-
-def finished_steps(checkpoint: Checkpoint | None) -> int:
-    """Optimizer steps that a checkpoint holds; 0 for None."""
-    return 0 if checkpoint is None else int(progress_of(checkpoint)["step"])
-
-
-def progress_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a checkpoint says of itself."""
-    facts: dict[str, Any] = json.loads(read_file(checkpoint, PROGRESS))
-    return facts
-
-
-def read_file(checkpoint: Checkpoint, name: str) -> bytes:
-    """One file of a checkpoint, wherever it lies; the others are not fetched."""
-    files = checkpoint.filesystem
-    assert files is not None, "a registered checkpoint knows its file system"
-    with files.open_input_stream(f"{checkpoint.path}/{name}") as stream:
-        data: bytes = stream.read()
-    return data

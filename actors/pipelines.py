@@ -2,9 +2,6 @@
 
     plan -> windows of rows -> target actors -> captured rows, a block each -> trainer ranks in turn, in plan order
                             or readers of a cache ┘
-    batches of rows -> target actors -> shards of a cache
-    prompts -> evaluator actors -> results
-    conversations -> responder actors -> their answers
 
 Waits for: the oldest window. Bounded by: `targets.in_flight_mb` of the object store. A dead actor: Ray Data restarts
 it, on another node if its own is lost, and repeats its windows; rows that were handed on stay, the bits are the same.
@@ -14,27 +11,25 @@ cannot do stands next to the code that does it: blocks of one row (`one_row_bloc
 for good (`actors.placement`), and the plan (`dspark.data.plan`), since it neither shuffles every epoch by a function of
 the seed alone nor goes on in the middle of one.
 
-Whoever takes results from a generator here closes it, also after an error: Ray Data cannot end it once Ray has gone.
+Without torch: Ray Train's controller makes these flows. `actors.pools` are those whose results the driver takes.
 """
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy, Dataset, ExecutionOptions, ExecutionResources
 
-from actors.placement import target_place
-from actors.reader import CacheActor
-from actors.responder import AnswerTask, ResponderActor
-from actors.shared_target import BorrowingActor
-from actors.target import ShardActor, TargetActor
+from actors.late import late
 from dspark.config import Settings
-from dspark.data.captures import Origin, refuse_fault
+from dspark.data.origin import Origin, refuse_fault
 from dspark.data.plan import Plan, windows
-from dspark.data.shards import ShardTask
 from dspark.errors import InputError
+
+if TYPE_CHECKING:
+    from dspark.data.shards import ShardTask
 
 _MOST_INPUTS = 10_000
 # Rows that an actor may have yielded before they are taken up: as many as Ray Data lets it, and where rows are small so
@@ -52,6 +47,7 @@ class Planned:
 
     rows: Any
     plan: Any
+    origin: Origin
     row_bytes: float
     run: str  # the name under which their numbers are shown
     records: Any = None
@@ -62,68 +58,68 @@ class Planned:
         return max(_FEWEST_AHEAD, min(settings.targets.window_rows, int(room / (self.row_bytes * actors))))
 
 
-def captured_steps(
-    settings: Settings,
-    plan: Plan,
-    covered: range,
-    first_step: int,
-    origin: Origin,
-    planned: Planned,
-    keep: ShardTask | None,
-    shared: Sequence[Any] = (),
-) -> Dataset:
+@dataclass(frozen=True)
+class Source:
+    """Actors that make rows of windows: their class, a reference to what each is given, and their pool.
+
+    `ahead` are rows that each may have yielded before they are taken up. It travels through processes that have no use
+    for what an actor needs (`actors.late`).
+    """
+
+    module: str
+    name: str
+    arguments: Any
+    ahead: int
+    pool: Mapping[str, Any]
+
+
+def target_source(settings: Settings, planned: Planned, keep: "ShardTask | None") -> Source:
+    """Targets of the run's own; with `keep`, each window becomes a shard of that cache, with the window's number."""
+    pool, of = settings.targets, planned
+    arguments = (settings.target, pool, of.origin, of.rows, of.plan, keep, of.run, of.records)
+    ahead = planned.ahead(settings, pool.max_actors or pool.actors)
+    return Source("actors.target", "TargetActor", ray.put(arguments), ahead, target_pool(settings))
+
+
+def shared_source(settings: Settings, planned: Planned, shared: Sequence[Any]) -> Source:
+    """Targets that other runs use meanwhile: handles of `SharedTarget`."""
+    arguments = (tuple(shared), planned.origin, planned.rows, planned.plan)
+    pool = {"compute": row_pool(len(shared), len(shared)), "num_cpus": 0}
+    return Source("actors.borrowing", "BorrowingActor", ray.put(arguments), planned.ahead(settings, len(shared)), pool)
+
+
+def cache_source(settings: Settings, planned: Planned) -> Source:
+    """Readers of the run's cache; they wait for one that is just being completed."""
+    readers = settings.cache.readers
+    arguments = (settings.cache.address(settings.output, settings.name), planned.origin, planned.rows, planned.plan)
+    pool = {"compute": row_pool(readers, readers), "num_cpus": 1}
+    return Source("actors.reader", "CacheActor", ray.put(arguments), planned.ahead(settings, readers), pool)
+
+
+def steps_of(settings: Settings, plan: Plan, covered: range, first_step: int, source: Source) -> Dataset:
     """Captured rows of the plan positions `covered`, from the window that holds `first_step` on.
 
-    Each is a block, and `streaming_split` deals them to the ranks in turn. With `keep`, each window becomes a shard of
-    that cache, with the window's number. With `shared` targets, those capture, which other runs use meanwhile.
+    Each is a block, and `streaming_split` deals them to the ranks in turn.
     """
-    window_rows = window_table(settings, plan, covered, first_step)
-    if shared:
-        return one_row_blocks(
-            window_rows,
-            BorrowingActor,
-            ahead=planned.ahead(settings, len(shared)),
-            fn_constructor_args=(tuple(shared), origin, planned.rows, planned.plan),
-            compute=row_pool(len(shared), len(shared)),
-            num_cpus=0,
-        )
-    return _captured(settings, window_rows, origin, planned, keep)
+    return _rows_of(window_table(settings, plan, covered, first_step), source)
 
 
-def keep_again(
-    settings: Settings, plan: Plan, lost: Sequence[int], origin: Origin, planned: Planned, keep: ShardTask
-) -> None:
+def keep_again(settings: Settings, plan: Plan, lost: Sequence[int], source: Source) -> None:
     """Captures the windows with these numbers only for the cache that has lost them; returns when it has them.
 
     Raises:
         InputError: they cannot be written.
     """
     every = windows(plan, settings.targets.window_rows, 0)
-    captured = _captured(settings, _numbered([(number, every[number]) for number in lost]), origin, planned, keep)
+    captured = _rows_of(_numbered([(number, every[number]) for number in lost]), source)
     for row in captured.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
         refuse_fault(row)
 
 
-def _captured(
-    settings: Settings, window_rows: pa.Table, origin: Origin, planned: Planned, keep: ShardTask | None
-) -> Dataset:
-    pool = settings.targets
-    return one_row_blocks(
-        window_rows,
-        TargetActor,
-        ahead=planned.ahead(settings, pool.max_actors or pool.actors),
-        fn_constructor_args=(
-            settings.target,
-            pool,
-            origin,
-            planned.rows,
-            planned.plan,
-            keep,
-            planned.run,
-            planned.records,
-        ),
-        **target_pool(settings),
-    )
+def _rows_of(window_rows: pa.Table, source: Source) -> Dataset:
+    given = (source.module, source.name, source.arguments)
+    actor = late(source.name)
+    return one_row_blocks(window_rows, actor, source.ahead, fn_constructor_args=given, **source.pool)
 
 
 def target_pool(settings: Settings) -> dict[str, Any]:
@@ -146,25 +142,6 @@ def row_pool(fewest: int, most: int) -> ActorPoolStrategy:
     """
     waiting = 1 if fewest == most else None
     return ActorPoolStrategy(min_size=fewest, max_size=most, max_tasks_in_flight_per_actor=waiting)
-
-
-def cached_steps(
-    settings: Settings, plan: Plan, covered: range, first_step: int, origin: Origin, planned: Planned
-) -> Dataset:
-    """The same rows as `captured_steps`, from the cache; waits for one that is just being completed."""
-    return one_row_blocks(
-        window_table(settings, plan, covered, first_step),
-        CacheActor,
-        ahead=planned.ahead(settings, settings.cache.readers),
-        fn_constructor_args=(
-            settings.cache.address(settings.output, settings.name),
-            origin,
-            planned.rows,
-            planned.plan,
-        ),
-        compute=row_pool(settings.cache.readers, settings.cache.readers),
-        num_cpus=1,
-    )
 
 
 def window_table(settings: Settings, plan: Plan, covered: range, first_step: int) -> pa.Table:
@@ -206,30 +183,6 @@ def one_row_blocks(window_rows: pa.Table, actor: type, ahead: int = _FEWEST_AHEA
     return captured
 
 
-def written_shards(
-    settings: Settings, task: ShardTask, rows: Any, shards: Mapping[int, Sequence[Sequence[int]]]
-) -> Generator[dict[str, Any], None, None]:
-    """What each forward added to its shard, as it is written; `shards` holds the rows of each one's forwards.
-
-    Only facts come back: an actor writes its shards itself. `rows` as above.
-    """
-    pool = settings.targets
-    tables = [pa.table({"shard": [index] * len(batches), "batch": batches}) for index, batches in shards.items()]
-    # No more actors than shards: each costs the start of a target.
-    most = min(len(tables), pool.max_actors or pool.actors)
-    written = ray.data.from_arrow(tables).map_batches(
-        ShardActor,
-        fn_constructor_args=(settings.target, pool, task, rows, settings.cache.max_bad_run),
-        batch_size=None,
-        batch_format="pyarrow",
-        compute=ActorPoolStrategy(min_size=min(pool.actors, most), max_size=most),
-        **target_place("targets", pool, settings.ray.target_labels),
-    )
-    # Facts are handed on at once, not when they have become a block of the usual size.
-    written.context.target_max_block_size = 1
-    yield from written.iter_rows()
-
-
 def capture_options(settings: Settings) -> ExecutionOptions:
     """Plan order whatever actor is faster, and bounded bytes between targets and trainers."""
     return ExecutionOptions(
@@ -254,45 +207,3 @@ def check_store(settings: Settings, held: int, stores: float | None = None) -> N
             "raise ray.object_store_mb (or the object store of a cluster's nodes), or lower train.global_batch, "
             "data.max_length or targets.in_flight_mb"
         )
-
-
-def evaluated(
-    actor: type, arguments: tuple[Any, ...], batches: Sequence[pa.Table], settings: Settings
-) -> Generator[Any, None, None]:
-    """Rows that evaluator actors return for batches of prompts, in the order in which they finish."""
-    evaluate = settings.evaluate
-    place = target_place("evaluate", evaluate, settings.ray.target_labels)
-    results = _pooled(actor, arguments, batches, evaluate.actors, evaluate.widest_pool, place)
-    # A prefetched batch would wait for the next one before it is handed over, and be lost with a killed driver.
-    tables: Iterable[pa.Table] = results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
-    for table in tables:
-        yield from table.to_pylist()
-
-
-def answered(
-    task: AnswerTask, tables: Sequence[pa.Table], labels: Mapping[str, str]
-) -> Generator[pa.Table, None, None]:
-    """Tables of outcomes, one for each table of conversations, in the order in which they finish."""
-    actors, place = task.prepare.actors, target_place("prepare", task.prepare, labels)
-    results = _pooled(ResponderActor, (task,), tables, actors, actors, place)
-    yield from results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
-
-
-def _pooled(
-    actor: type,
-    arguments: tuple[Any, ...],
-    tables: Sequence[pa.Table],
-    fewest: int,
-    most: int,
-    place: Mapping[str, Any],
-) -> Dataset:
-    """What a pool of actors, between two numbers and never more than tables, makes of each table."""
-    most = min(most, len(tables))
-    return ray.data.from_arrow(list(tables)).map_batches(
-        actor,
-        fn_constructor_args=arguments,
-        batch_size=None,
-        batch_format="pyarrow",
-        compute=ActorPoolStrategy(min_size=min(fewest, most), max_size=most),
-        **place,
-    )

@@ -8,9 +8,9 @@ import pyarrow as pa
 import ray
 
 from dspark.data.cache_reader import CacheReader
-from dspark.data.captures import Origin, fault_table
 from dspark.data.folder import Folder
 from dspark.data.manifest import MANIFEST
+from dspark.data.origin import Origin, fault_table
 from dspark.data.plan import Plan
 from dspark.errors import InputError
 

@@ -20,28 +20,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from actors.deepspeed_alone import DeepSpeedEngine
-from actors.zero import stage_of
-from dspark.errors import InputError
-from dspark.learning import TrainSettings
-
-
-def check_resizable(workers: int, train: TrainSettings) -> None:
-    """Raises InputError that names both numbers if this run's ranks cannot go on from a checkpoint of `workers`."""
-    if workers == train.workers:
-        return
-    reason = None
-    if train.ema is not None:
-        reason = "the moving averages of train.ema are cut for the ranks that made them"
-    elif stage_of(train) == 3:
-        # DeepSpeed 0.19.8 loads that form, and then cannot gather parameters in the first forward.
-        reason = "a universal checkpoint of ZeRO 3 cannot be trained on"
-    elif stage_of(train) == 0 and train.precision == "bf16":
-        reason = "DeepSpeed has no universal form of ZeRO 0 in bf16"
-    if reason is not None:
-        raise InputError(
-            f"the checkpoint was made by {workers} ranks, this run has train.workers={train.workers}, and {reason}: "
-            f"resume with train.workers={workers}, or start a new run"
-        )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from actors.gauges import Gauges
 from dspark.capture import OnlyFinite, capture, prove_capture
 from dspark.data.cache import bytes_per_token
-from dspark.data.captures import Origin, fault_table
+from dspark.data.origin import Origin, fault_table
 from dspark.data.plan import Plan
 from dspark.data.prefetch import ahead
 from dspark.data.render import Sample

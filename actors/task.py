@@ -13,9 +13,10 @@ from ray.util import get_current_placement_group
 
 from actors.gauges import Gauges
 from dspark.config import Settings, dotted
-from dspark.data.captures import Origin
-from dspark.data.plan import Plan
+from dspark.data.origin import Origin
+from dspark.data.plan import Plan, make_plan
 from dspark.data.rows import samples_fingerprint
+from dspark.learning import TrainSettings
 from dspark.model.kinds import AnyConfig
 
 
@@ -26,6 +27,11 @@ class Validation:
     rows: int
     mark: str  # what measurements must have in common to be compared: the rows, and which metric
     captured: tuple[Any, ...]
+
+
+def validation_plan(rows: int, train: TrainSettings) -> Plan:
+    """Every validation row once; a step is one forward of every rank, and rows without weight fill the last one."""
+    return make_plan(rows, 0, 1, train.workers * train.micro_batch, None)
 
 
 @dataclass(frozen=True)

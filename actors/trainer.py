@@ -35,12 +35,11 @@ from actors.task import TrainTask
 from actors.validation import validate
 from actors.zero import backward_scale, make_engine, take_step, whole_state
 from dspark.config import Settings
-from dspark.data.captures import origin_of, refuse_fault
 from dspark.data.epoch_ledger import Taken
+from dspark.data.origin import origin_of, refuse_fault
 from dspark.data.plan import windows
 from dspark.errors import InputError, bad_input
 from dspark.model.drafter import Drafter
-from dspark.model.inherit import start_from_checkpoint
 from dspark.model.kinds import AnyDrafter, fresh_drafter
 from dspark.model.vocabulary import Vocabulary
 from dspark.model.warm_start import start_from_bigrams, start_from_target
@@ -82,13 +81,12 @@ class Clock:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
 
-def train_rank(config: dict[str, TrainTask]) -> None:
+def train_rank(task: TrainTask) -> None:
     """What a Ray Train worker runs.
 
     An error that a restart cannot mend ends the run instead of being raised: every rank meets it at the same place, and
     rank 0 tells the driver.
     """
-    task = config["task"]
     try:
         train(task)
     except InputError as error:
@@ -195,6 +193,9 @@ def _initial_drafter(task: TrainTask) -> AnyDrafter:
     start = task.settings.drafter.start_from
     # The tensors of a run that goes on come from its own checkpoint.
     if start is not None and ray.train.get_checkpoint() is None:
+        # Reads any published layout, for which it imports transformers' configurations: most runs do without.
+        from dspark.model.inherit import start_from_checkpoint
+
         start_from_checkpoint(drafter, start)
     return drafter
 

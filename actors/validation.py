@@ -16,20 +16,14 @@ import torch
 import torch.distributed as dist
 
 from actors.deepspeed_alone import DeepSpeedEngine
+from actors.task import validation_plan
 from dspark.config import Settings
-from dspark.data.plan import Plan, make_plan
-from dspark.learning import TrainSettings
 from dspark.model.kinds import AnyConfig
 from dspark.model.vocabulary import Vocabulary
 from dspark.training.means import Means, add_means, stack_means, values_of
 from dspark.training.ready import MicroBatch
 from dspark.training.share import make_share
 from dspark.training.transfer import Transfer
-
-
-def validation_plan(rows: int, train: TrainSettings) -> Plan:
-    """Every validation row once; a step is one forward of every rank, and rows without weight fill the last one."""
-    return make_plan(rows, 0, 1, train.workers * train.micro_batch, None)
 
 
 def validate(

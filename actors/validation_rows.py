@@ -8,11 +8,10 @@ import ray
 import torch
 
 from actors.placement import target_place
-from actors.task import Validation
-from actors.validation import validation_plan
+from actors.task import Validation, validation_plan
 from dspark.capture import capture
 from dspark.config import Settings
-from dspark.data.captures import Origin
+from dspark.data.origin import Origin
 from dspark.data.rows import sample_at, samples_fingerprint
 from dspark.sections import TargetPoolSettings, TargetSettings
 from dspark.target import load_target

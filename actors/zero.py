@@ -8,18 +8,9 @@ import torch
 from torch import Tensor
 
 from actors.deepspeed_alone import DeepSpeedEngine, deepspeed
+from actors.stages import stage_of
 from dspark.learning import LossSettings, TrainSettings
 from dspark.training.kinds import AnyObjective
-
-
-def stage_of(train: TrainSettings) -> int:
-    """The stage under which DeepSpeed runs the one that is set.
-
-    Stage 1 in bf16 runs as stage 2 if gradients accumulate: DeepSpeed 0.19.8 adds the fp32 gradient of a micro-batch
-    once more for each that follows it in the step. Stage 2 also deals the gradients to the ranks, at the price of a
-    reduction per micro-batch.
-    """
-    return 2 if train.zero_stage == 1 and train.precision == "bf16" and train.accumulation > 1 else train.zero_stage
 
 
 def engine_settings(train: TrainSettings) -> dict[str, Any]:

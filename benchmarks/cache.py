@@ -29,10 +29,10 @@ from dspark import quickstart
 from dspark.capture import capture
 from dspark.data.cache import CacheWriter, bytes_per_token, plan_shards
 from dspark.data.cache_reader import CacheReader
-from dspark.data.captures import Origin, final_column, origin_of, schema_of, tap_column
 from dspark.data.codecs import Codec
 from dspark.data.conversations import Conversation, read_conversations
 from dspark.data.manifest import Manifest
+from dspark.data.origin import Origin, final_column, origin_of, schema_of, tap_column
 from dspark.data.render import Renderer, Sample
 from dspark.data.shards import write_shard
 from dspark.sections import TargetSettings

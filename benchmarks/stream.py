@@ -31,7 +31,7 @@ from actors.splits import blocks_of
 from actors.store import StoreUse, store_use
 from benchmarks.step_case import HIDDEN, TAPS, config_of
 from dspark.config import Settings
-from dspark.data.captures import Origin, schema_of
+from dspark.data.origin import Origin, schema_of
 from dspark.data.plan import Plan, make_plan
 from dspark.model.drafter import new_drafter
 from dspark.model.vocabulary import Vocabulary

@@ -11,7 +11,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from dspark.data.captures import Origin, bf16_column, encode, final_column, is_finite, origin_of, tap_column
+from dspark.data.captures import bf16_column, encode, is_finite
+from dspark.data.origin import Origin, final_column, origin_of, tap_column
 from dspark.data.plan import capture_batches
 from dspark.data.render import Sample
 from dspark.errors import InputError

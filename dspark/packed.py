@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from dspark.model.attention import grouped
 
@@ -94,4 +93,9 @@ def _attend_as_transformers(
     return attend(queries_1nND[0].transpose(0, 1), keys_RGLD, values_RGLD, visible_R1QL, scaling, packed)[None], None
 
 
-AttentionInterface.register(NAME, _attend_as_transformers)
+def register_packed() -> None:
+    """Tells transformers of this attention; once or often."""
+    # Its models are seconds of a processor, and most who import this module run none.
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attend_as_transformers)

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Cache, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from dspark.errors import InputError
 from dspark.model.families import family_of, window
 from dspark.model.vocabulary import Vocabulary
-from dspark.packed import NAME, Packed
+from dspark.packed import NAME, Packed, register_packed
 from dspark.packed_decoder import PackedDecoder, plain
 from dspark.sections import TargetSettings
 from dspark.target_files import (
@@ -55,6 +55,7 @@ class Target:
         vocabulary: Vocabulary | None = None,
     ) -> None:
         """`vocabulary` where the model does not hold its own: embedding or head are fetched for each forward."""
+        register_packed()
         self.config: Any = model.config.get_text_config()
         self.family = family_of(model.config)
         self.window = window(self.config)
@@ -221,6 +222,8 @@ def load_target(settings: TargetSettings, device: torch.device | None = None) ->
     Raises:
         InputError: unsupported family, or files that cannot be loaded, or not onto these devices.
     """
+    from transformers import AutoModelForCausalLM  # seconds of a processor, and drivers import this module too
+
     load_config(settings)
     transformers_logging.disable_progress_bar()
     dtype, place = DTYPES[settings.dtype], settings.device_map

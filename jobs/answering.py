@@ -5,7 +5,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from threading import Event
 
-from actors.pipelines import answered
+from actors.pools import answered
 from actors.responder import AnswerTask, outcomes_in, task_table
 from dspark.data.conversations import Conversation
 from dspark.data.ledger import Outcome

@@ -20,9 +20,9 @@ from jobs.facts import print_facts
 
 if TYPE_CHECKING:  # `dspark --help` needs neither torch nor pyarrow
     from dspark.data.cache_copy import Copy
-    from dspark.data.captures import Origin
     from dspark.data.codecs import Codec
     from dspark.data.manifest import Manifest
+    from dspark.data.origin import Origin
     from dspark.data.raw_cache import RawCache
 
 commands: typer.Typer = typer.Typer(
@@ -174,7 +174,7 @@ def convert(
 
 
 def _raw_origin(source: "RawCache", codec: "Codec", target: str, revision: str, render: str | None) -> "Origin":
-    from dspark.data.captures import Origin
+    from dspark.data.origin import Origin
     from dspark.sections import TargetSettings
     from dspark.target_files import fingerprint, load_config, resolve
 

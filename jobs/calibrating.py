@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.calibrator import CalibrationTask, CalibratorActor, ProfilerActor
-from actors.pipelines import evaluated
+from actors.pools import evaluated
 from dspark.config import Settings
 from dspark.decoding.calibration import (
     Fit,

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from rich.console import Console
 
-from actors.pipelines import written_shards
+from actors.pools import written_shards
 from dspark.config import Settings
 from dspark.data.cache import CacheWriter, check_room
 from dspark.data.folder import Folder

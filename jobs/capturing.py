@@ -13,10 +13,10 @@ from actors.placement import target_place
 from actors.target import ProbeActor
 from dspark.config import Settings
 from dspark.data.cache import JOB, bytes_per_token, expected_bytes, plan_shards
-from dspark.data.captures import Origin
 from dspark.data.codecs import Codec
 from dspark.data.folder import Folder
 from dspark.data.manifest import MANIFEST, Setting
+from dspark.data.origin import Origin
 from dspark.data.plan import padded_share, planned_batches
 from dspark.errors import InputError
 from dspark.redaction import redacted

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from actors.evaluator import Asked, EvaluationTask, EvaluatorActor, packed
-from actors.pipelines import evaluated
+from actors.pools import evaluated
 from dspark.config import Settings
 from dspark.decoding.policies import Policy, check_policy, choose_policy
 from dspark.errors import InputError

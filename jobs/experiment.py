@@ -6,16 +6,18 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import yaml
 
-from actors.tracking import Tracker
 from dspark.config import Settings, dotted
 from dspark.errors import InputError
 from dspark.redaction import redacted
 from jobs.commit import git_commit
 from jobs.config import dump_settings
+
+if TYPE_CHECKING:  # trials of a sweep have no MLflow run, and start sooner without MLflow
+    from actors.tracking import Tracker
 
 RECORD, SETTINGS = "run.json", "settings.yaml"
 
@@ -51,7 +53,7 @@ class Training:
 class Experiment(Training):
     """An open run with its MLflow run, which also takes the records."""
 
-    tracker: Tracker
+    tracker: "Tracker"
 
 
 def check_resumed(settings: Settings, resume: Path | None) -> None:
@@ -67,6 +69,8 @@ def open_experiment(settings: Settings, resume: Path | None) -> Experiment:
     Raises:
         InputError: the folder to resume is no run of this project, or the output folder cannot be written.
     """
+    from actors.tracking import Tracker
+
     output = settings.output.resolve()
     check_resumed(settings, resume)
     if resume is not None:

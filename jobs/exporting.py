@@ -5,15 +5,9 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
-from actors.checkpoints import (
-    DRAFTER,
-    finished_steps,
-    newest_checkpoint,
-    read_file,
-)
+from actors.checkpoint_files import DRAFTER, finished_steps, newest_checkpoint, read_file
 from actors.retention import best_checkpoint
 from dspark.config import Settings
-from dspark.model.checkpoints import save_drafter
 from dspark.target_files import DTYPES, load_vocabulary, load_whole_config
 from jobs.experiment import Experiment
 from jobs.rows import Rows
@@ -24,6 +18,9 @@ def export_drafter(experiment: Experiment, rows: Rows) -> None:
 
     The last checkpoint's, or the best one's with `train.keep_best`.
     """
+    # With the configurations of transformers, which trials of a sweep do without.
+    from dspark.model.checkpoints import save_drafter
+
     settings = experiment.settings
     dtype = DTYPES[settings.train.precision]
     checkpoint, wanted = newest_checkpoint(experiment.checkpoints), settings.validation

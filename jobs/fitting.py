@@ -13,7 +13,7 @@ from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
-from actors.checkpoints import (
+from actors.checkpoint_files import (
     finished_steps,
     newest_checkpoint,
     progress_of,
@@ -22,13 +22,13 @@ from actors.checkpoints import (
     resumable_steps,
     settle_storage,
 )
+from actors.late import late_rank
 from actors.pipelines import capture_options, check_store
 from actors.retention import LEDGER, checkpoint_rule, thin_out
-from actors.shared_target import Common
 from actors.stop_actor import StopActor
 from actors.target import BigramActor
 from actors.task import TrainTask, Validation
-from actors.trainer import train_rank
+from actors.trials import Common
 from actors.validation_rows import captured_validation
 from dspark.config import Settings
 from dspark.data.cache import bytes_per_token
@@ -159,8 +159,8 @@ def _balance(training: Training, rows: Rows, checkpoint: Checkpoint) -> Tally:
 def _trainer(settings: Settings, task: TrainTask, storage: str, streams: Streams) -> TorchTrainer:
     parent, _, name = storage.rpartition("/")
     return TorchTrainer(
-        train_rank,
-        train_loop_config={"task": task},
+        late_rank,
+        train_loop_config={"task": ray.put(task)},
         scaling_config=ScalingConfig(
             num_workers=settings.train.workers,
             use_gpu=settings.train.gpus > 0,

@@ -10,7 +10,7 @@ from rich.console import Console
 from safetensors import safe_open
 
 from actors.pipelines import check_store
-from actors.zero import stage_of
+from actors.stages import stage_of
 from dspark.config import Settings
 from dspark.data.cache import bytes_per_token
 from dspark.data.conversations import main_reasons

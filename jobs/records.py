@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.util.queue import Queue
 
-from actors.checkpoints import as_lines, from_lines
+from actors.checkpoint_files import as_lines, from_lines
 from jobs.experiment import Training
 from jobs.following import Following
 from jobs.progress import Stage, training_note

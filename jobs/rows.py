@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from dspark.config import Settings
 from dspark.data.cache_reader import CacheReader
-from dspark.data.captures import Origin
 from dspark.data.codecs import Codec
 from dspark.data.conversations import Conversation, Dropped, read_conversations
+from dspark.data.origin import Origin
 from dspark.data.plan import Plan, make_plan
 from dspark.data.prepared import check_prepared
 from dspark.data.render import Rendered, Renderer, render

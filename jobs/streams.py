@@ -11,7 +11,6 @@ The trainers take tables in plan order from one stream after the other, and neve
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -20,8 +19,8 @@ import ray
 from ray.data import Dataset
 from ray.util.queue import Queue
 
-from actors.checkpoints import finished_steps, newest_checkpoint
-from actors.pipelines import Planned, cached_steps, captured_steps, keep_again
+from actors.checkpoint_files import finished_steps, newest_checkpoint
+from actors.pipelines import Planned, Source, cache_source, keep_again, shared_source, steps_of, target_source
 from dspark.config import Settings
 from dspark.data.cache import CacheWriter, bytes_per_token, check_room, expected_bytes
 from dspark.data.codecs import Codec
@@ -53,30 +52,29 @@ def step_streams(
         InputError: the folder of `live_and_keep` is another cache, or cannot be written.
     """
     plan, whole = rows.plan, range(len(rows.plan.order))
-
-    def done() -> int:
-        return finished_steps(newest_checkpoint(storage))
-
-    def cached(covered: range) -> Dataset:
-        return cached_steps(settings, plan, covered, done(), rows.origin, planned)
-
     row_bytes = rows.tokens * bytes_per_token(rows.origin) / rows.table.num_rows
-    planned = Planned(ray.put(rows.table), ray.put(plan), row_bytes, run, records)
+    planned = Planned(ray.put(rows.table), ray.put(plan), rows.origin, row_bytes, run, records)
+
+    # What is made here is unpickled by processes that only pass it on: it holds no value of a module with torch.
+    def stream(source: Source, covered: range) -> Callable[[], Dataset]:
+        return lambda: steps_of(settings, plan, covered, finished_steps(newest_checkpoint(storage)), source)
+
     if settings.data.source == "cache":
-        yield {"steps": partial(cached, whole)}
+        yield {"steps": stream(cache_source(settings, planned), whole)}
         return
     if settings.data.source == "live":
-        yield {"steps": lambda: captured_steps(settings, plan, whole, done(), rows.origin, planned, None, shared)}
+        live = shared_source(settings, planned, shared) if shared else target_source(settings, planned, None)
+        yield {"steps": stream(live, whole)}
         return
     first = range(int(np.searchsorted(plan.epochs, 0, side="right")))
     with kept_cache(settings, rows, kept_rows(settings, rows)) as writer:
-        task = writer.task
-        if lost := _lost(settings, rows, writer, done()):
-            keep_again(settings, plan, lost, rows.origin, planned, task)
+        keeping = target_source(settings, planned, writer.task)
+        if lost := _lost(settings, rows, writer, finished_steps(newest_checkpoint(storage))):
+            keep_again(settings, plan, lost, keeping)
         with Keeper(writer):
             yield {
-                "first": lambda: captured_steps(settings, plan, first, done(), rows.origin, planned, task),
-                "later": partial(cached, range(first.stop, whole.stop)),
+                "first": stream(keeping, first),
+                "later": stream(cache_source(settings, planned), range(first.stop, whole.stop)),
             }
 
 

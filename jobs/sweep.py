@@ -26,9 +26,10 @@ from rich.console import Console
 
 from actors.placement import target_place
 from actors.places import Places
-from actors.shared_target import Common, SharedTarget
+from actors.shared_target import SharedTarget
 from actors.stop_actor import StopActor
 from actors.tracking import Tracker
+from actors.trials import Common
 from actors.validation_rows import captured_validation
 from dspark.config import Settings, dotted
 from dspark.errors import InputError, StoppedError

@@ -17,7 +17,7 @@ from typing import Any
 from ray import tune
 from rich.console import Console
 
-from actors.shared_target import Common
+from actors.trials import Common
 from dspark.config import Settings
 from dspark.data.folder import Folder
 from dspark.errors import InputError, StoppedError

@@ -19,10 +19,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from dspark.data.cache_repair import begin_repair, damaged_shards, finish_repair
-from dspark.data.captures import Origin, final_column, tap_column
 from dspark.data.codecs import SHARE, Codec
 from dspark.data.folder import Folder
 from dspark.data.manifest import MANIFEST, Manifest, Setting, read_manifest, write_manifest
+from dspark.data.origin import Origin, final_column, tap_column
 from dspark.data.shard_record import ShardRecord, read_record, record_file, shard_file
 from dspark.data.shards import ShardTask, check_same_origin
 from dspark.errors import InputError

@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 from zlib_ng.zlib_ng import crc32
 
 from dspark.data.cache_reader import CacheReader
-from dspark.data.captures import bf16_column, final_column, origin_of, tap_column
+from dspark.data.captures import bf16_column
 from dspark.data.folder import Folder
 from dspark.data.manifest import LEDGER, Manifest, Shard, read_ledger, read_manifest
+from dspark.data.origin import final_column, origin_of, tap_column
 from dspark.data.shard_record import value_columns
 from dspark.data.shards import check_same_origin
 from dspark.errors import InputError

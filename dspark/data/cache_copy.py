@@ -13,10 +13,10 @@ import pyarrow as pa
 
 from dspark.data.cache import CacheWriter, check_room, expected_bytes, plan_shards
 from dspark.data.cache_reader import CacheReader
-from dspark.data.captures import Origin
 from dspark.data.codecs import Codec, pack, unpack
 from dspark.data.folder import Folder
 from dspark.data.manifest import Manifest, Setting
+from dspark.data.origin import Origin
 from dspark.data.raw_cache import RawCache
 from dspark.data.shards import ShardTask, StoredSample, check_same_origin, copy_shard, write_shard
 from dspark.errors import InputError

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from zlib_ng.zlib_ng import crc32
 
 from dspark.data.cache import bytes_per_token
-from dspark.data.captures import Origin
 from dspark.data.codecs import Form, unpack
 from dspark.data.columns import as_table, empty_columns
 from dspark.data.folder import Folder, Source
 from dspark.data.manifest import read_ledger, read_manifest
+from dspark.data.origin import Origin
 from dspark.data.prefetch import ahead
 from dspark.data.shard_record import Distortion, value_columns
 from dspark.data.shards import StoredSample

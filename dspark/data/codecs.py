@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dspark.data.captures import final_column
+from dspark.data.origin import final_column
 from dspark.errors import InputError
 
 Form = Literal["bf16", "planes", "int8_outlier"]

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dspark.data.captures import Origin, schema_of
+from dspark.data.origin import Origin, schema_of
 
 # Arrow's own.
 _ALIGNMENT = 64

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from zlib_ng.zlib_ng import crc32
 
-from dspark.data.captures import Origin, origin_of, schema_of
 from dspark.data.codecs import Codec
 from dspark.data.folder import Folder
+from dspark.data.origin import Origin, origin_of, schema_of
 from dspark.data.shard_record import LEDGER_SCHEMA, Distortion, ShardRecord
 from dspark.errors import InputError
 

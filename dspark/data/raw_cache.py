@@ -20,7 +20,8 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from dspark.data.captures import Origin, encode
+from dspark.data.captures import encode
+from dspark.data.origin import Origin
 from dspark.data.render import Sample, sample_id
 from dspark.errors import InputError
 

@@ -11,14 +11,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from dspark.data.conversations import DUPLICATE, Conversation, Conversations, Dropped, Message, reasons, refuse_bad_rows
 from dspark.errors import InputError
+
+if TYPE_CHECKING:  # `Sample` stands in the data contract: a process that only reads captured rows needs no transformers
+    from transformers import PreTrainedTokenizerBase
 
 # Part of the settings hash: raise it whenever the same row would get another text or another mask.
 MASK_RULE = 3
@@ -54,7 +56,7 @@ class Renderer:
     decides ids and mask, `facts` what went into it. Raises InputError for a slow tokenizer or one without a template.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, thinking: bool | None) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_length: int, thinking: bool | None) -> None:
         if not tokenizer.is_fast:
             raise InputError(
                 f"{type(tokenizer).__name__} gives no character offsets, which the loss mask needs: use a target with "

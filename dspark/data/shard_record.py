@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dspark.data.captures import final_column, tap_column
 from dspark.data.folder import Folder
+from dspark.data.origin import final_column, tap_column
 from dspark.errors import InputError
 
 _SHARD_KEY = b"dspark.shard"

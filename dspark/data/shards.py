@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from zlib_ng.zlib_ng import crc32
 
-from dspark.data.captures import Origin, origin_of, schema_of
 from dspark.data.codecs import Codec, pack, relative_errors
 from dspark.data.folder import Folder, Sink
 from dspark.data.manifest import MANIFEST
+from dspark.data.origin import Origin, origin_of, schema_of
 from dspark.data.shard_record import (
     LEDGER_SCHEMA,
     Distortion,

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dspark.data.captures import bf16_column, final_column, is_finite, tap_column
+from dspark.data.captures import bf16_column, is_finite
+from dspark.data.origin import final_column, tap_column
 
 
 @dataclass(frozen=True)

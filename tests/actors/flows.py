@@ -15,8 +15,9 @@ import pyarrow as pa
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.pipelines import capture_options, evaluated, one_row_blocks, target_pool, window_table
+from actors.pipelines import capture_options, one_row_blocks, target_pool, window_table
 from actors.placement import TargetWatch, attended
+from actors.pools import evaluated
 from actors.splits import blocks_of
 from benchmarks.stream import EmptyTarget, Flow, flow, position_of
 from dspark.config import Settings

@@ -14,13 +14,13 @@ from actors.averages import Averages, used
 from actors.checkpoints import Progress, read, write
 from actors.deepspeed_alone import DeepSpeedEngine, deepspeed
 from actors.stopping import StopWatch
-from actors.task import TrainTask
+from actors.task import TrainTask, validation_plan
 from actors.trainer import Clock, optimizer_step
-from actors.validation import validate, validation_plan
+from actors.validation import validate
 from actors.zero import make_engine, whole_state
 from dspark.config import Settings
-from dspark.data.captures import origin_of
 from dspark.data.epoch_ledger import Taken, Tally
+from dspark.data.origin import origin_of
 from dspark.data.plan import make_plan
 from dspark.training.kinds import objective_of
 from dspark.training.means import add_means, stack_means, values_of

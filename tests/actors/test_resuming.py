@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.resizing import check_resizable
+from actors.stages import check_resizable
 from dspark.data.epoch_ledger import Tally
 from dspark.errors import InputError
 from dspark.learning import TrainSettings

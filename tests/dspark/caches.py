@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from dspark.data.cache import CacheWriter
-from dspark.data.captures import Origin, encode, schema_of
+from dspark.data.captures import encode
 from dspark.data.codecs import Codec
 from dspark.data.manifest import Manifest
+from dspark.data.origin import Origin, schema_of
 from dspark.data.render import Sample
 from dspark.data.shards import write_shard
 

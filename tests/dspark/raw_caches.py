@@ -9,7 +9,8 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from dspark.data.captures import bf16_column, origin_of, tap_column
+from dspark.data.captures import bf16_column
+from dspark.data.origin import origin_of, tap_column
 
 
 def write_raw(folder: Path, tables: Sequence[pa.Table], **fields: Any) -> Path:

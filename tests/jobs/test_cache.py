@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from dspark.capture import capture
 from dspark.data.cache_reader import CacheReader
-from dspark.data.captures import Origin
 from dspark.data.codecs import Codec
+from dspark.data.origin import Origin
 from dspark.data.render import Sample, sample_id
 from dspark.sections import TargetSettings
 from dspark.target import load_target

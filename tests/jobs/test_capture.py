@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actors.evaluator import EvaluatorActor
-from actors.pipelines import answered, evaluated
+from actors.pools import answered, evaluated
 from actors.responder import AnswerTask
 from dspark.capture import capture as capture_here
 from dspark.config import Settings

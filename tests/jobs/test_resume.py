@@ -95,8 +95,8 @@ def test_a_killed_run_that_keeps_a_cache_resumes_with_the_same_losses_and_comple
     kill_after_a_checkpoint(run, tmp_path, step)
     cache = tmp_path / "cache" / "tiny"
     first = cache / "shard-000000.parquet"
-    # Its rows are behind the checkpoint, the trainers will not ask for them again. In the second epoch, and in the first
-    # where targets were fast, the cache is complete.
+    # Its rows are behind the checkpoint, the trainers will not ask for them again. In the second epoch the cache is
+    # complete, and where targets were fast already in the first.
     os.truncate(first, first.stat().st_size - 1)
     folder = (tmp_path / "latest").resolve()
     finish(start(*kept, "--resume", str(folder)))

@@ -11,7 +11,7 @@ import pytest
 from mlflow import MlflowClient
 from safetensors.torch import load
 
-from actors.checkpoints import DRAFTER, SPARE, newest_checkpoint, progress_of, read_file, settle_storage
+from actors.checkpoint_files import DRAFTER, SPARE, newest_checkpoint, progress_of, read_file, settle_storage
 from actors.gauges import MEASURES, exported
 from actors.retention import LEDGER, PROGRESS, SNAPSHOT, best_checkpoint
 from dspark.config import Settings

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from dspark.data.cache import CacheWriter, bytes_per_token, check_room, expected_bytes, plan_shards
 from dspark.data.cache_reader import CacheReader
-from dspark.data.captures import origin_of, tap_column
 from dspark.data.codecs import Codec
 from dspark.data.folder import Folder
+from dspark.data.origin import origin_of, tap_column
 from dspark.data.shards import is_written, write_shard
 from dspark.errors import InputError
 from tests.dspark.caches import HIDDEN, PLAIN, SHARDS, TAPS, name, origin_for, planned, table, write_cache

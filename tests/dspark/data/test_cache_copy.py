@@ -10,8 +10,8 @@ import pytest
 from dspark.data.cache import bytes_per_token
 from dspark.data.cache_copy import merged, without_taps, write_converted, write_copy
 from dspark.data.cache_reader import CacheReader
-from dspark.data.captures import tap_column
 from dspark.data.codecs import Codec
+from dspark.data.origin import tap_column
 from dspark.data.raw_cache import RawCache
 from dspark.data.render import sample_id
 from dspark.errors import InputError

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.capture import OnlyFinite
-from dspark.data.captures import (
+from dspark.data.captures import bf16_column, encode
+from dspark.data.origin import (
     FORMAT_VERSION,
     Origin,
-    bf16_column,
-    encode,
     fault_table,
     final_column,
     origin_of,

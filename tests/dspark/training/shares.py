@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dspark.config import Settings
-from dspark.data.captures import Origin, encode
+from dspark.data.captures import encode
+from dspark.data.origin import Origin
 from dspark.data.plan import Plan
 from dspark.data.render import Sample
 from dspark.learning import DrafterSettings, Eagle3Settings, LossSettings, TrainSettings

@@ -7,7 +7,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from dspark.data.captures import Origin, encode
+from dspark.data.captures import encode
+from dspark.data.origin import Origin
 from dspark.data.render import Sample
 from dspark.training.batch import collate, finite_samples, loss_masks
 
