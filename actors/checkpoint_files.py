@@ -1,6 +1,6 @@
-"""What Ray Train has registered of a run's checkpoints (`actors.checkpoints`), read without loading any.
+"""What Ray Train has registered of a run's checkpoints (`actors.checkpoints`), and what a kill left; none is loaded.
 
-Without torch: Ray Train's controller asks how far a run is, and would import it for nothing.
+Without torch and DeepSpeed: Ray Train's controller asks how far a run is, and would import them for nothing.
 """
 
 import json

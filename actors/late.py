@@ -5,7 +5,8 @@
 
 Each of these is a process that unpickles what it hands to the next, one after the other. A class or a function of a
 module with torch, transformers or DeepSpeed in it would have every one of them import those first, which is some
-seconds of a processor each time. So they are named here, and what they are given is a reference.
+seconds of a processor each time. So they travel as names, and what they are given as a reference. (Of the four, torch
+itself comes to the controller alone, with Ray Train's own configuration of it.)
 """
 
 from collections.abc import Iterator

@@ -29,7 +29,7 @@ def written_shards(
 ) -> Generator[dict[str, Any], None, None]:
     """What each forward added to its shard, as it is written; `shards` holds the rows of each one's forwards.
 
-    Only facts come back: an actor writes its shards itself. `rows` as above.
+    Only facts come back: an actor writes its shards itself. `rows`: a list with a reference to the table of token rows.
     """
     pool = settings.targets
     tables = [pa.table({"shard": [index] * len(batches), "batch": batches}) for index, batches in shards.items()]

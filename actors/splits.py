@@ -1,4 +1,4 @@
-"""A rank's end of a stream. Apart from `actors.pipelines`, which imports whatever makes rows: trainers start sooner."""
+"""A rank's end of a stream. Apart from `actors.pipelines`, for the trainers."""
 
 from collections.abc import Iterator
 

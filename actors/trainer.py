@@ -82,7 +82,7 @@ class Clock:
 
 
 def train_rank(task: TrainTask) -> None:
-    """What a Ray Train worker runs.
+    """What a Ray Train worker runs (`actors.late.late_rank`).
 
     An error that a restart cannot mend ends the run instead of being raised: every rank meets it at the same place, and
     rank 0 tells the driver.

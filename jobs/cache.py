@@ -80,8 +80,9 @@ def verify(
         faults = find_faults(place, threads, _adding(on_bytes))
     for fault in faults:
         errors.print(Text.assemble(("damaged: ", "bold red"), f"{fault.file} {fault.reason}"), soft_wrap=True)
-    if faults:
+    if {fault.file for fault in faults} & {shard.file for shard in manifest.shards}:
         errors.print("Delete the damaged shards: the command that wrote the cache writes them again, and them alone.")
+    if faults:
         raise typer.Exit(1)
     console.print(
         f"{len(manifest.shards)} shards, {manifest.rows} rows, {_size(manifest.bytes)}: every byte is as written"

@@ -55,9 +55,14 @@ def step_streams(
     row_bytes = rows.tokens * bytes_per_token(rows.origin) / rows.table.num_rows
     planned = Planned(ray.put(rows.table), ray.put(plan), rows.origin, row_bytes, run, records)
 
-    # What is made here is unpickled by processes that only pass it on: it holds no value of a module with torch.
+    # What is made here is unpickled by processes that only pass it on: it holds no table, and no value of a module with
+    # torch (`actors.late`).
+    reference = planned.plan
+
     def stream(source: Source, covered: range) -> Callable[[], Dataset]:
-        return lambda: steps_of(settings, plan, covered, finished_steps(newest_checkpoint(storage)), source)
+        return lambda: steps_of(
+            settings, ray.get(reference), covered, finished_steps(newest_checkpoint(storage)), source
+        )
 
     if settings.data.source == "cache":
         yield {"steps": stream(cache_source(settings, planned), whole)}

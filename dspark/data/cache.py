@@ -14,14 +14,13 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any, Self
 
-from dspark.data.cache_repair import begin_repair, damaged_shards, finish_repair
 from dspark.data.codecs import SHARE, Codec
 from dspark.data.folder import Folder
-from dspark.data.manifest import MANIFEST, Manifest, Setting, read_manifest, write_manifest
+from dspark.data.manifest import MANIFEST, Manifest, Setting, damaged_shards, read_manifest, write_manifest
 from dspark.data.origin import Origin, final_column, tap_column
 from dspark.data.shard_record import ShardRecord, read_record, record_file, shard_file
 from dspark.data.shards import ShardTask, check_same_origin
@@ -135,7 +134,7 @@ class CacheWriter:
         """Shards that are still to be written, ascending: those without their file, of its size, and a ledger part.
 
         Raises:
-            InputError: a finished shard holds other samples than planned.
+            InputError: a finished shard holds other samples than planned, or a complete cache lacks its ledger.
         """
         if self.complete:
             return damaged_shards(self._folder, read_manifest(self._folder))
@@ -155,15 +154,14 @@ class CacheWriter:
         """Joins the parts of the ledger and writes the manifest; afterwards the cache can be read.
 
         Raises:
-            InputError: shards are missing, or one of a complete cache was written again with other bytes.
+            InputError: shards are missing.
         """
-        if self.complete:
-            finish_repair(self._folder, read_manifest(self._folder))
-        else:
-            records = self._finished()
-            if missing := sorted(set(range(len(self._shards))) - records.keys()):
-                raise InputError(f"{self._folder.address} lacks {len(missing)} shards, the first is {missing[0]}")
-            in_order = [records[index] for index in range(len(self._shards))]
+        records = {} if self.complete else self._finished()
+        every = range(len(self._shards))
+        if missing := self.unfinished() if self.complete else sorted(set(every) - records.keys()):
+            raise InputError(f"{self._folder.address} lacks {len(missing)} shards, the first is {missing[0]}")
+        if not self.complete:
+            in_order = [records[index] for index in every]
             write_manifest(self._folder, self.task.origin, self.task.codec, self._settings, self.plan, in_order)
         self._clear()
         return read_manifest(self._folder)
@@ -181,29 +179,30 @@ class CacheWriter:
                 raise InputError(f"{where} holds other samples than planned: name a new folder")
         return {record.index: record for record in records if record.bytes == sizes[record.file]}
 
-    def check(self) -> None:
+    def check(self) -> Origin:
         """Refuses, as entering it does, a folder that is another cache or none; writes nothing.
 
-        Raises:
-            InputError: names what differs.
+        Returns the origin of its shards: the target may have had another name. Raises InputError: names what differs.
         """
         if self.complete:
             manifest = read_manifest(self._folder)
             self._check_same(manifest.origin, manifest.codec, manifest.settings, manifest.plan)
-            return
+            return manifest.origin
         names = self._folder.sizes().keys() - {LOCK}
         if JOB in names:
-            self._check_begun()
-        elif names:
+            return self._check_begun()
+        if names:
             raise InputError(
                 f"{self._folder.address} holds {len(names)} files that no cache of this kind begins with, such as "
                 f"{min(names)}: name a new folder"
             )
+        return self.task.origin
 
     def _begin(self) -> None:
-        self.check()
+        self.task = replace(self.task, origin=self.check())
         if self.complete:
-            begin_repair(self._folder, read_manifest(self._folder))
+            for index in self.unfinished():  # damaged ones: from now on names alone tell what is there
+                self._folder.remove(shard_file(index))
             self._clear()
             return
         if JOB not in self._folder.sizes():
@@ -235,7 +234,7 @@ class CacheWriter:
             "plan": self.plan,
         }
 
-    def _check_begun(self) -> None:
+    def _check_begun(self) -> Origin:
         try:
             values = json.loads(self._folder.read(JOB))
             origin = Origin(**{**values["origin"], "taps": tuple(values["origin"]["taps"])})
@@ -243,6 +242,7 @@ class CacheWriter:
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{self._folder.where(JOB)} is damaged: begin again in a new folder") from error
         self._check_same(origin, codec, settings, plan)
+        return origin
 
     def _check_same(self, origin: Origin, codec: Codec, settings: Mapping[str, Setting], plan: str) -> None:
         where = f"the cache {self._folder.address}"

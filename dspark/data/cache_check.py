@@ -87,7 +87,7 @@ def _foreign(folder: Folder, manifest: Manifest, shard: Shard) -> str | None:
         check_same_origin(origin, manifest.origin, "it")
     except InputError as error:
         return str(error)
-    except (OSError, ValueError, TypeError, KeyError):  # its footer is damaged: sizes and checksums say more
+    except (OSError, ValueError, TypeError, KeyError, pa.ArrowException):  # sizes and checksums say more of such damage
         return None
     return None
 

@@ -143,6 +143,22 @@ def read_ledger(folder: Folder, manifest: Manifest) -> pa.Table:
     return table
 
 
+def damaged_shards(folder: Folder, manifest: Manifest) -> list[int]:
+    """Shards whose file is missing or of another size than the manifest says, ascending; reads none of them.
+
+    Raises:
+        InputError: the ledger is missing or of another size: nothing that is written again can replace it.
+    """
+    sizes = folder.sizes()
+    if (found := sizes.get(LEDGER)) != manifest.ledger_bytes:
+        state = "is missing" if found is None else f"has {found:,} bytes, the manifest says {manifest.ledger_bytes:,}"
+        raise InputError(
+            f"{folder.where(LEDGER)} {state}: copy it from where the cache came from, or write the cache anew into a "
+            "new folder"
+        )
+    return [index for index, shard in enumerate(manifest.shards) if sizes.get(shard.file) != shard.bytes]
+
+
 def _ledger_bytes(origin: Origin, records: Sequence[ShardRecord]) -> bytes:
     schema = LEDGER_SCHEMA.append(pa.field("shard", pa.int32(), nullable=False)).with_metadata(
         schema_of(origin).metadata

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from zlib_ng.zlib_ng import crc32
 
 from dspark.data.folder import Folder
 from dspark.data.origin import final_column, tap_column
 from dspark.errors import InputError
 
 _SHARD_KEY = b"dspark.shard"
+_MARK_BYTES = 4
 # Where the values of a sample lie in its shard, one entry per column of `value_columns`.
 LEDGER_SCHEMA = pa.schema(
     [
@@ -89,7 +91,12 @@ def record_bytes(record: ShardRecord) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(record.rows.replace_schema_metadata({_SHARD_KEY: json.dumps(facts).encode()}), sink)
     data: bytes = sink.getvalue().to_pybytes()
-    return data
+    return data + _mark(data)
+
+
+def _mark(data: bytes) -> bytes:
+    """What stands behind a part's content: its CRC-32, for what it says of the shard goes into the manifest."""
+    return crc32(data).to_bytes(_MARK_BYTES, "little")
 
 
 def read_record(folder: Folder, index: int) -> ShardRecord:
@@ -98,14 +105,12 @@ def read_record(folder: Folder, index: int) -> ShardRecord:
     Raises:
         InputError: that part is damaged.
     """
-    data = folder.read(record_file(index))
-    try:
-        table = pq.read_table(pa.BufferReader(data))
-        facts = json.loads(table.schema.metadata[_SHARD_KEY])
-        rows = table.replace_schema_metadata(None).cast(LEDGER_SCHEMA)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{folder.where(record_file(index))} is damaged: delete it, and the shard is written again"
-        ) from error
+    found = folder.read(record_file(index))
+    data = found[:-_MARK_BYTES]
+    if found != data + _mark(data):
+        raise InputError(f"{folder.where(record_file(index))} is damaged: delete it, and the shard is written again")
+    table = pq.read_table(pa.BufferReader(data))
+    facts = json.loads(table.schema.metadata[_SHARD_KEY])
+    rows = table.replace_schema_metadata(None).cast(LEDGER_SCHEMA)
     distortion = {column: Distortion(*numbers) for column, numbers in facts["distortion"].items()}
     return ShardRecord(index, facts["bytes"], facts["crc32"], rows, tuple(facts["skipped"]), distortion)

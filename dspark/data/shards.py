@@ -20,7 +20,7 @@ from zlib_ng.zlib_ng import crc32
 
 from dspark.data.codecs import Codec, pack, relative_errors
 from dspark.data.folder import Folder, Sink
-from dspark.data.manifest import MANIFEST
+from dspark.data.manifest import MANIFEST, read_manifest
 from dspark.data.origin import Origin, origin_of, schema_of
 from dspark.data.shard_record import (
     LEDGER_SCHEMA,
@@ -98,9 +98,11 @@ def copy_shard(task: ShardTask, index: int, planned: Sequence[str], samples: Ite
 def new_shard(task: ShardTask, index: int, planned: Sequence[str]) -> Iterator["NewShard"]:
     """A shard to be filled; at the end it is there, with its part of the ledger, or after an error nothing of it is.
 
-    For whoever has something to say between two tables; errors as in `write_shard`.
+    For whoever has something to say between two tables; errors as in `write_shard`. In a cache that is complete it
+    takes the place of one that was damaged: it needs no part of the ledger, but has to be the one that was there.
     """
     folder = Folder(task.folder)
+    damaged = read_manifest(folder).shards[index] if MANIFEST in folder.sizes() else None
     with folder.create(shard_file(index)) as sink:
         shard = NewShard(task, sink)
         try:
@@ -111,12 +113,19 @@ def new_shard(task: ShardTask, index: int, planned: Sequence[str]) -> Iterator["
                 shard.close()
             raise
         rows = shard.close()
+        if damaged is not None and (sink.size, sink.crc32) != (damaged.bytes, damaged.crc32):
+            raise InputError(
+                f"{folder.where(damaged.file)} was damaged, and what was written again has other bytes than the "
+                "manifest says, as another device, number of threads, or version of torch or pyarrow gives: repeat it "
+                "where the cache was written, or write it anew into a new folder"
+            )
     found = rows.column("sample_id").to_pylist()
     known = set(found)
     assert len(known) == len(found) and known <= set(planned), f"shard {index} was given samples that are not its own"
     skipped = tuple(sample for sample in planned if sample not in known)
     shard.record = ShardRecord(index, sink.size, sink.crc32, rows, skipped, shard.distortion)
-    folder.write(record_file(index), record_bytes(shard.record))
+    if damaged is None:
+        folder.write(record_file(index), record_bytes(shard.record))
 
 
 def _packed(task: ShardTask, table: pa.Table) -> Iterator[StoredSample]:

@@ -106,7 +106,7 @@ def collate(
     blank: Collection[int] = (),
     pinned: bool = False,
 ) -> Batch:
-    """The samples of a captured table (`dspark.data.captures`) as a batch, by default in a row each.
+    """The samples of a captured table (`dspark.data.origin`) as a batch, by default in a row each.
 
     States of the samples numbered in `blank` are zeros. Each other one goes straight from Arrow's memory to its place
     in the batch: one read, one write, converted on the way. `pinned`: in memory that a GPU reads by itself; torch keeps

@@ -170,54 +170,6 @@ def test_a_finished_shard_that_was_cut_since_is_written_again(tmp_path: Path) ->
     assert CacheReader(str(tmp_path)).table([name(n) for n in ALL]).equals(table(ALL))
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing", "killed while it was repaired"])
-def test_of_a_complete_cache_only_damaged_shards_are_written_again(tmp_path: Path, damage: str) -> None:
-    def writer() -> CacheWriter:
-        return CacheWriter(str(tmp_path), origin_for(), PLAIN, planned(), {"batch_tokens": 64})
-
-    manifest = write_cache(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    damaged = tmp_path / manifest.shards[1].file
-    if damage == "missing":
-        damaged.unlink()
-    else:
-        os.truncate(damaged, manifest.shards[1].bytes - 1)
-    assert writer().unfinished() == [1]
-    with writer() as repairing:
-        assert repairing.unfinished() == [1] and not repairing.all_written
-        assert [is_written(repairing.task, index) for index in (0, 1, 2)] == [True, False, True]
-        with pytest.raises(InputError, match="lacks 1 shards, the first is 1"):
-            repairing.finish()
-        write_shard(repairing.task, 1, planned()[1], [table(SHARDS[1])])
-        assert repairing.all_written
-        if damage != "killed while it was repaired":
-            assert repairing.finish() == manifest
-    with writer() as again:
-        assert again.unfinished() == [] and again.finish() == manifest
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_shard_that_comes_back_with_other_bytes_is_refused(tmp_path: Path, killed: bool) -> None:
-    def writer() -> CacheWriter:
-        return CacheWriter(str(tmp_path), origin_for(), PLAIN, planned(), {"batch_tokens": 64})
-
-    damaged = tmp_path / write_cache(tmp_path).shards[1].file
-    damaged.unlink()
-    other = table(SHARDS[1])
-    states = pa.array([bytes(len(value.as_py())) for value in other.column("final")], pa.large_binary())
-    other = other.set_column(other.column_names.index("final"), other.schema.field("final"), states)
-    with writer() as repairing:
-        write_shard(repairing.task, 1, planned()[1], [other])
-        if not killed:
-            with pytest.raises(InputError, match=f"{damaged.name} was damaged, .* has other bytes"):
-                repairing.finish()
-    if killed:
-        with pytest.raises(InputError, match="has other bytes"), writer():
-            pass
-    assert writer().unfinished() == [1] and not damaged.exists()
-
-
 @pytest.mark.parametrize("complete", [False, True])
 @pytest.mark.parametrize(
     ("change", "message"),
