@@ -56,6 +56,7 @@ def captured(told: tuple[Path, Settings, list[dict[str, Any]]]) -> tuple[Path, S
 
 def test_the_cache_holds_what_the_target_gives_for_each_planned_forward(captured: tuple[Path, Settings]) -> None:
     _, settings = captured
+    torch.set_num_threads(settings.targets.threads)  # as its actors did: the order of a sum is theirs
     work = plan_capture(settings, None)
     assert len(work.shards) == 2 and len(work.batches) > 4
     assert padded_share(work.batches, work.lengths) < 0.05
