@@ -75,8 +75,8 @@ class Source:
 
 def target_source(settings: Settings, planned: Planned, keep: "ShardTask | None") -> Source:
     """Targets of the run's own; with `keep`, each window becomes a shard of that cache, with the window's number."""
-    pool, of = settings.targets, planned
-    arguments = (settings.target, pool, of.origin, of.rows, of.plan, keep, of.run, of.records)
+    pool, rows, plan = settings.targets, planned.rows, planned.plan
+    arguments = (settings.target, pool, planned.origin, rows, plan, keep, planned.run, planned.records)
     ahead = planned.ahead(settings, pool.max_actors or pool.actors)
     return Source("actors.target", "TargetActor", ray.put(arguments), ahead, target_pool(settings))
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, Cache, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from dspark.errors import InputError
@@ -222,8 +222,6 @@ def load_target(settings: TargetSettings, device: torch.device | None = None) ->
     Raises:
         InputError: unsupported family, or files that cannot be loaded, or not onto these devices.
     """
-    from transformers import AutoModelForCausalLM  # seconds of a processor, and drivers import this module too
-
     load_config(settings)
     transformers_logging.disable_progress_bar()
     dtype, place = DTYPES[settings.dtype], settings.device_map

@@ -156,11 +156,11 @@ class CacheWriter:
         Raises:
             InputError: shards are missing.
         """
-        records = {} if self.complete else self._finished()
-        every = range(len(self._shards))
-        if missing := self.unfinished() if self.complete else sorted(set(every) - records.keys()):
+        complete, every = self.complete, range(len(self._shards))
+        records = {} if complete else self._finished()
+        if missing := self.unfinished() if complete else sorted(set(every) - records.keys()):
             raise InputError(f"{self._folder.address} lacks {len(missing)} shards, the first is {missing[0]}")
-        if not self.complete:
+        if not complete:
             in_order = [records[index] for index in every]
             write_manifest(self._folder, self.task.origin, self.task.codec, self._settings, self.plan, in_order)
         self._clear()
@@ -199,8 +199,8 @@ class CacheWriter:
         return self.task.origin
 
     def _begin(self) -> None:
-        self.task = replace(self.task, origin=self.check())
-        if self.complete:
+        self.task = replace(self.task, origin=self.check(), complete=self.complete)
+        if self.task.complete:
             for index in self.unfinished():  # damaged ones: from now on names alone tell what is there
                 self._folder.remove(shard_file(index))
             self._clear()

@@ -47,6 +47,7 @@ class ShardTask:
     folder: str
     origin: Origin
     codec: Codec
+    complete: bool = False  # the cache has its manifest, and only what it has lost is written
 
 
 def shard_schema(origin: Origin, codec: Codec) -> pa.Schema:
@@ -102,7 +103,7 @@ def new_shard(task: ShardTask, index: int, planned: Sequence[str]) -> Iterator["
     takes the place of one that was damaged: it needs no part of the ledger, but has to be the one that was there.
     """
     folder = Folder(task.folder)
-    damaged = read_manifest(folder).shards[index] if MANIFEST in folder.sizes() else None
+    damaged = read_manifest(folder).shards[index] if task.complete else None
     with folder.create(shard_file(index)) as sink:
         shard = NewShard(task, sink)
         try:
